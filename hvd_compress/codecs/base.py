@@ -1,0 +1,131 @@
+"""What every codec has: options that are validated when it is made, a spec, and encode and decode over flat vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_compress import _kernels
+from hvd_compress.vector import Vector
+
+
+class Encoded(NamedTuple):
+    """What one encoding gave.
+
+    Attributes:
+        bytes: Length of the payload.
+        selected: Number of elements sent, or None where the codec does not choose.
+        residual_norm: L2 norm of the residual that was left, 0 without one.
+        finite: False where the gradient, or its sum with the residual, held Inf or NaN: the payload then decodes to NaN, and
+            `residual_out` is to be thrown away.
+    """
+
+    bytes: int
+    selected: int | None
+    residual_norm: float
+    finite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """One algorithm without communication: a flat vector to a payload of bytes, and payloads added to a flat vector.
+
+    A codec is a value: immutable, hashable, equal to another with the same options, and ``parse(str(codec)) == codec``.
+    """
+
+    name: ClassVar[str]
+    """The spec's name."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """The options that `str` leaves out where they have their default."""
+    allreduce_dtype: ClassVar[str | None] = None
+    """Not None: Horovod's own allreduce in this dtype ("same": the gradient's) does what the codec does."""
+
+    def __str__(self) -> str:
+        """The spec, with all options but the unset and the `optional` ones."""
+        shown = [
+            f"{field.name}={_show(value)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None and not (field.name in self.optional and value == field.default)
+        ]
+        return self.name + (":" + ",".join(shown) if shown else "")
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether what encoding lost is kept and added to the next gradient."""
+        return False
+
+    def for_shape(self, shape: Sequence[int]) -> Codec:
+        """The codec for a parameter of that shape: options that depend on the layer's kind are filled in."""
+        return self
+
+    def max_payload(self, n: int) -> int:
+        """Upper bound of the payload of `n` elements, in bytes."""
+        return self._kernel.max_payload(n)
+
+    def encode(self, grad: Vector, residual_in: Vector | None, residual_out: Vector | None, seed: int, out: Vector) -> Encoded:
+        """Encodes one segment.
+
+        Args:
+            grad: n elements, float16, bfloat16, float32 or float64.
+            residual_in: n float32, the residual so far; None where the codec has none.
+            residual_out: n float32, receives the residual that is left; other memory than `residual_in`, so that the step
+                can be undone. None exactly where `residual_in` is.
+            seed: 64 bits. The same seed gives the same bytes.
+            out: uint8, at least `max_payload(n)`.
+
+        Raises:
+            ValueError: A vector has the wrong dtype or length, or the residual is missing or one too many.
+        """
+        n = grad.length
+        if grad.dtype not in _kernels.DType.__members__:
+            raise ValueError(f"gradient of dtype {grad.dtype}: allowed are {', '.join(_kernels.DType.__members__)}")
+        for residual in (residual_in, residual_out):
+            if (residual is not None) != self.has_residual:
+                raise ValueError(f"{self} {'needs a' if self.has_residual else 'has no'} residual")
+            if residual is not None and (residual.dtype, residual.length) != ("float32", n):
+                raise ValueError(f"a residual of {residual.length} {residual.dtype} for {n} elements: it takes {n} float32")
+        if out.dtype != "uint8" or out.length < self.max_payload(n):
+            raise ValueError(f"room for {out.length} {out.dtype}: {n} elements can take {self.max_payload(n)} uint8")
+        addresses = [0, 0]
+        if residual_in is not None and residual_out is not None:
+            addresses = [residual_in.address, residual_out.address]
+            if abs(addresses[0] - addresses[1]) < 4 * n:
+                raise ValueError("residual_in and residual_out overlap: the old residual is kept to undo a step")
+        size, selected, residual_sq, finite = self._kernel.encode(
+            grad.address, getattr(_kernels.DType, grad.dtype), addresses[0], addresses[1], n, seed, out.address
+        )
+        return Encoded(size, None if selected < 0 else selected, float(residual_sq) ** 0.5, finite)
+
+    def decode_add(self, payload: Vector, weight: float, out: Vector) -> None:
+        """Adds ``weight * decoded`` to `out` (n float32).
+
+        Raises:
+            PayloadError: The payload (uint8) is not one that `encode` wrote for n elements. It is checked before it is used:
+                nothing outside of the two vectors is touched.
+        """
+        if payload.dtype != "uint8" or out.dtype != "float32":
+            raise ValueError(f"decodes uint8 into float32, not {payload.dtype} into {out.dtype}")
+        self._kernel.decode_add(payload.address, payload.length, weight, out.address, out.length)
+
+    @cached_property
+    def _kernel(self) -> _kernels.Codec:
+        return _kernels.Codec(getattr(_kernels.Kind, self.name), **self._kernel_options())
+
+    def _kernel_options(self) -> dict[str, Any]:
+        return {}
+
+    def _refuse(self, option: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.name}: {option}={getattr(self, option)!r} is not allowed; allowed is {allowed}")
+
+    def _check_integer(self, option: str, low: int, high: int) -> None:
+        value = getattr(self, option)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._refuse(option, f"a whole number from {low} to {high}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

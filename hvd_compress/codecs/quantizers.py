@@ -1,0 +1,76 @@
+"""QSGD, QSGDinf (Alistarh et al., NeurIPS 2017, arXiv 1610.02132) and NUQSGD (Ramezani-Kebrya et al., JMLR 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from hvd_compress import _kernels
+from hvd_compress.codecs.base import Codec
+
+MAX_BUCKET = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantizer(Codec):
+    """Each bucket of values is divided by its norm and rounded at random, without bias, to one of a few levels.
+
+    Payload: checksum (4 bytes); with ``coding="fixed"``, per bucket a float32 norm and `bits` bits an element, the sign
+    included; with ``coding="elias"``, one bit stream, per bucket 32 bits of norm, the number of nonzeros, and for each
+    its distance from the one before, its sign and its level, in Elias omega codes.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    bits: int = 4
+    """Bits an element, one of them the sign: 2 to 8."""
+    bucket: int = 512
+    """Consecutive values that share a norm, the paper's d: 1 to 2^31 - 1."""
+    coding: str = "fixed"
+    """"fixed": fast, `bits` an element. "elias": the paper's, shorter where most levels are 0."""
+    feedback: bool = False
+    """Error feedback: keep a residual, and send 1 / (1 + variance bound) of the rounded value, so that it contracts. The papers
+    have none."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"coding", "feedback"})
+
+    def __post_init__(self) -> None:
+        self._check_integer("bits", 2, 8)
+        self._check_integer("bucket", 1, MAX_BUCKET)
+        if self.coding not in _kernels.Coding.__members__:
+            raise self._refuse("coding", " or ".join(repr(c) for c in _kernels.Coding.__members__))
+        if not isinstance(self.feedback, bool):
+            raise self._refuse("feedback", "true or false")
+
+    @property
+    def has_residual(self) -> bool:
+        """Only under error feedback."""
+        return self.feedback
+
+    def _kernel_options(self) -> dict[str, Any]:
+        options = dataclasses.asdict(self)
+        return {**options, "coding": getattr(_kernels.Coding, self.coding)}
+
+
+@dataclasses.dataclass(frozen=True)
+class QSGD(_Quantizer):
+    """Levels k / s, k = 0..s, of the L2 norm, with s = 2^(bits-1) - 1 (section 3.1 of the paper)."""
+
+    name: ClassVar[str] = "qsgd"
+
+
+@dataclasses.dataclass(frozen=True)
+class QSGDInf(_Quantizer):
+    """QSGD with the maximum norm, as the paper's experiments have it: no value is off by more than norm / s."""
+
+    name: ClassVar[str] = "qsgdinf"
+
+
+@dataclasses.dataclass(frozen=True)
+class NUQSGD(_Quantizer):
+    """Levels 0 and 2^-s, ..., 1/2, 1 of the L2 norm, with s = 2^(bits-1) - 2 (section 3 of the paper): finer where most
+    values are.
+    """  # noqa: D205
+
+    name: ClassVar[str] = "nuqsgd"

@@ -1,0 +1,60 @@
+#include "codec.h"
+
+#include <cstring>
+
+#include "simd.h"
+
+namespace hvd_compress {
+
+std::unique_ptr<Codec> create(Kind kind, const Options& options) {
+  switch (kind) {
+    case Kind::kNone:
+    case Kind::kFp16:
+    case Kind::kBf16:
+      return create_cast(kind);
+    case Kind::kAdaComp:
+      return create_adacomp(options);
+    case Kind::kQsgd:
+    case Kind::kQsgdInf:
+    case Kind::kNuqsgd:
+      return create_quantizer(kind, options);
+  }
+  throw std::invalid_argument("unknown codec kind");
+}
+
+// A polynomial in an odd multiplier modulo 2^32, in kLanes interleaved lanes: multiplying by an odd number is a bijection,
+// so one changed word always changes the sum. The length goes in first, so that appended zeros change it too.
+HVD_SIMD uint32_t checksum(const uint8_t* data, size_t bytes) {
+  constexpr uint32_t kOdd = 0x9e3779b1u;
+  uint32_t lane[kLanes] = {};
+  const size_t stride = 4 * kLanes;
+  size_t i = 0;
+  for (; i + stride <= bytes; i += stride) {
+    uint32_t words[kLanes];
+    std::memcpy(words, data + i, stride);
+    for (int j = 0; j < kLanes; ++j) lane[j] = lane[j] * kOdd + words[j];
+  }
+  if (i < bytes) {
+    uint32_t words[kLanes] = {};
+    std::memcpy(words, data + i, bytes - i);
+    for (int j = 0; j < kLanes; ++j) lane[j] = lane[j] * kOdd + words[j];
+  }
+  uint32_t sum = static_cast<uint32_t>(bytes) + 1;
+  for (int j = 0; j < kLanes; ++j) sum = sum * kOdd + lane[j];
+  return sum;
+}
+
+void seal(uint8_t* payload, size_t bytes) {
+  const uint32_t sum = checksum(payload + kChecksumBytes, bytes - kChecksumBytes);
+  std::memcpy(payload, &sum, kChecksumBytes);
+}
+
+void check_seal(const uint8_t* payload, size_t bytes) {
+  if (bytes < kChecksumBytes) throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes has no checksum");
+  uint32_t expected;
+  std::memcpy(&expected, payload, kChecksumBytes);
+  if (checksum(payload + kChecksumBytes, bytes - kChecksumBytes) != expected)
+    throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes does not match its checksum");
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,79 @@
+// The interface of every codec: four functions over raw memory.
+//
+//   create(kind, options)   a codec from an enum and a few numbers, already validated by the caller
+//   max_payload(n)          upper bound of the payload of n elements, in bytes
+//   encode(...)             one segment -> payload, and the residual that is left
+//   decode_add(...)         out += weight * decoded
+//
+// Nothing here knows a framework. A CUDA codec will be a second implementation of the same four, with a stream.
+//
+// Every payload begins with a 32-bit checksum of the rest, so that a damaged one is refused before anything is written.
+// All numbers on the wire are little-endian.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+
+namespace hvd_compress {
+
+enum class Kind { kNone, kFp16, kBf16, kAdaComp, kQsgd, kQsgdInf, kNuqsgd };
+enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64 };
+enum class Coding { kFixed, kElias };
+
+// What a codec is made of. Each kind reads its own few; the Python dataclasses document and validate them.
+struct Options {
+  int64_t bin = 0;           // AdaComp: elements a bin (L_T)
+  float c = 2.0f;            // AdaComp: soft threshold factor
+  int bits = 0;              // quantizers: bits a code, the sign included
+  int64_t bucket = 0;        // quantizers: elements that share a norm
+  Coding coding = Coding::kFixed;
+  bool feedback = false;     // quantizers: contract by 1 / (1 + variance bound), for error feedback
+};
+
+struct Encoded {
+  size_t bytes = 0;          // length of the payload
+  int64_t selected = -1;     // elements sent; -1 where the codec does not choose
+  double residual_sq = 0;    // squared L2 norm of the residual that was written; 0 without one
+  bool finite = true;        // false: the gradient (or its sum with the residual) held Inf or NaN; the payload decodes to
+                             // NaN, and what was written to residual_out is to be thrown away
+};
+
+// A payload that no encoder wrote.
+struct MalformedPayload : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  virtual size_t max_payload(size_t n) const = 0;
+
+  // Encodes grad (n elements of dtype, contiguous) plus residual_in (n floats, or null) into out (max_payload(n) bytes)
+  // and writes what was lost to residual_out (n floats; null exactly where residual_in is; no overlap with it, so that
+  // a step can be undone). seed makes the randomness: the same seed, the same bytes.
+  virtual Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n,
+                         uint64_t seed, uint8_t* out) const = 0;
+
+  // out[i] += weight * decoded[i] for n floats. Throws MalformedPayload, and touches nothing outside of
+  // payload[0..bytes) and out[0..n), whatever the payload holds.
+  virtual void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const = 0;
+};
+
+std::unique_ptr<Codec> create(Kind kind, const Options& options);
+
+// The checksum that begins every payload: any change within one aligned 32-bit word is always found.
+uint32_t checksum(const uint8_t* data, size_t bytes);
+
+// For codecs: writes the checksum of the bytes behind it, and checks it.
+constexpr size_t kChecksumBytes = 4;
+void seal(uint8_t* payload, size_t bytes);
+void check_seal(const uint8_t* payload, size_t bytes);
+
+std::unique_ptr<Codec> create_adacomp(const Options& options);
+std::unique_ptr<Codec> create_quantizer(Kind kind, const Options& options);
+std::unique_ptr<Codec> create_cast(Kind kind);
+
+}  // namespace hvd_compress

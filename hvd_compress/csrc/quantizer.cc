@@ -1,0 +1,373 @@
+// QSGD and QSGDinf (Alistarh et al., NeurIPS 2017, arXiv 1610.02132) and NUQSGD (Ramezani-Kebrya et al., JMLR 2021,
+// arXiv 1908.06077): each bucket of consecutive values is divided by its norm, and every magnitude is rounded at random to
+// one of the two levels around it, so that the expectation is the value.
+//
+// Fixed payload: checksum, then per bucket a float32 norm and its codes (level | sign << (bits - 1)), see bitpack.h.
+// Elias payload: checksum, then one stream of bits, per bucket the 32 bits of the norm, omega(nonzeros + 1), and for each
+// nonzero omega(distance from the one before), a sign bit, omega(level).
+// A norm of NaN: the bucket was not finite, and it decodes to NaN.
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bitpack.h"
+#include "elias.h"
+#include "floats.h"
+#include "random.h"
+
+namespace hvd_compress {
+namespace {
+
+constexpr size_t kTile = 512;  // codes that are made, and packed, while they sit in L1
+
+// Levels k / s, k = 0..s (QSGD).
+struct Uniform {
+  int32_t levels;  // s = 2^(bits-1) - 1
+  float unit;      // value of level 1, norm / s
+  HVD_INLINE Uniform(int bits, float norm) : levels((1 << (bits - 1)) - 1), unit(norm / static_cast<float>(levels)) {}
+
+  // ratio = |v| / norm in [0, 1]; up with probability the fraction.
+  HVD_INLINE uint32_t level(float ratio, uint32_t random) const {
+    const float x = ratio * static_cast<float>(levels);
+    const int32_t low = static_cast<int32_t>(x);
+    const int32_t threshold = static_cast<int32_t>((x - static_cast<float>(low)) * 0x1p24f);
+    return static_cast<uint32_t>(low + (static_cast<int32_t>(random >> 8) < threshold));
+  }
+  HVD_INLINE float value(uint32_t level) const {
+    return std::min(static_cast<float>(static_cast<int32_t>(level)) * unit, FLT_MAX);
+  }
+};
+
+// Levels 0 and 2^-s, ..., 1/2, 1, numbered 0..s+1 (NUQSGD). Between 2^e and 2^(e+1) the probability of going up is the
+// float's own mantissa, so that the rounding is exact.
+struct Exponential {
+  int32_t s;       // 2^(bits-1) - 2
+  int32_t lowest;  // biased exponent of 2^-s
+  float norm;
+  HVD_INLINE Exponential(int bits, float norm) : s((1 << (bits - 1)) - 2), lowest(127 - s), norm(norm) {}
+
+  HVD_INLINE uint32_t level(float ratio, uint32_t random) const {
+    const int32_t bits = static_cast<int32_t>(bits_of(ratio));
+    const int32_t exponent = (bits >> 23) - lowest;
+    const int32_t up = static_cast<int32_t>(random >> 9) < (bits & 0x7fffff);
+    const float below = ratio * float_of(static_cast<uint32_t>(127 + s) << 23);  // in [0, 1) where exponent < 0
+    const int32_t threshold = static_cast<int32_t>(std::min(below, 1.0f) * 0x1p24f);
+    const int32_t first = static_cast<int32_t>(random >> 8) < threshold;
+    return static_cast<uint32_t>(exponent >= 0 ? exponent + 1 + up : first);
+  }
+  HVD_INLINE float value(uint32_t level) const {
+    const uint32_t power = static_cast<uint32_t>(lowest + static_cast<int32_t>(level) - 1) << 23;
+    return norm * float_of(level == 0 ? 0u : power);
+  }
+};
+
+// What a tile adds to its bucket's norm.
+struct Moments {
+  double sum_sq = 0;
+  int32_t largest = 0;  // magnitude bits
+};
+
+HVD_SIMD void add_moments(const float* v, size_t count, Moments& m) {
+  Ints largest = {};
+  Floats sq = {};
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const auto x = load_vector<Floats>(v + i);
+    largest = max(largest, magnitudes(x));
+    sq += x * x;
+  }
+  if (i < count) {
+    float rest[kLanes] = {};
+    std::memcpy(rest, v + i, (count - i) * sizeof(float));
+    const auto x = load_vector<Floats>(rest);
+    largest = max(largest, magnitudes(x));
+    sq += x * x;
+  }
+  const int32_t most = largest_lane(largest);
+  double sum = sum_lanes(sq);
+  if (most > 0 && !(sum > 0x1p-60 && sum < 0x1p120)) {  // squares may have left float32's range
+    sum = 0;
+    for (i = 0; i < count; ++i) sum += static_cast<double>(v[i]) * static_cast<double>(v[i]);
+  }
+  m.sum_sq += sum;
+  m.largest = std::max(m.largest, most);
+}
+
+// At least the largest magnitude, so that no ratio exceeds 1, and at most FLT_MAX; NaN where a value is not finite.
+float norm_of(const Moments& m, bool l2) {
+  if (m.largest >= static_cast<int32_t>(kInfinity)) return std::numeric_limits<float>::quiet_NaN();
+  const float maximum = float_of(static_cast<uint32_t>(m.largest));
+  if (!l2) return maximum;
+  return std::max(static_cast<float>(std::min(std::sqrt(m.sum_sq), static_cast<double>(FLT_MAX))), maximum);
+}
+
+// Elements [begin, begin + count) of what is to be sent: the gradient, plus the residual where there is one.
+HVD_SIMD const float* load_sum(const void* grad, DType dtype, const float* residual, size_t begin, size_t count,
+                               float* __restrict tile) {
+  const float* v = load(grad, dtype, begin, count, tile);
+  if (!residual) return v;
+  for (size_t i = 0; i < count; ++i) tile[i] = v[i] + residual[begin + i];
+  return tile;
+}
+
+// code[i] = level of |v[i]| / norm | sign << (bits - 1); index is the place of v[0] in its bucket.
+template <typename Levels>
+HVD_INLINE void round_tile(const float* __restrict v, size_t count, float norm, int bits, const Random& random,
+                           uint32_t index, uint32_t* __restrict code) {
+  const Levels levels(bits, norm);
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t u = bits_of(v[i]);
+    code[i] = levels.level(float_of(u & ~kSign) / norm, random(index + static_cast<uint32_t>(i))) | u >> 31 << (bits - 1);
+  }
+}
+
+HVD_SIMD void round_uniform(const float* v, size_t count, float norm, int bits, Random random, uint32_t index,
+                            uint32_t* code) {
+  round_tile<Uniform>(v, count, norm, bits, random, index, code);
+}
+
+HVD_SIMD void round_exponential(const float* v, size_t count, float norm, int bits, Random random, uint32_t index,
+                                uint32_t* code) {
+  round_tile<Exponential>(v, count, norm, bits, random, index, code);
+}
+
+// out[i] = base[i] + weight * decoded[i]; base may be out.
+template <typename Levels>
+HVD_INLINE void value_tile(const uint32_t* __restrict code, size_t count, float norm, int bits, float weight,
+                           const float* base, float* out) {
+  const Levels levels(bits, norm);
+  const uint32_t mask = (1u << (bits - 1)) - 1;
+  for (size_t i = 0; i < count; ++i) {
+    const float q = levels.value(code[i] & mask);
+    out[i] = base[i] + weight * float_of(bits_of(q) ^ code[i] >> (bits - 1) << 31);
+  }
+}
+
+HVD_SIMD void add_uniform(const uint32_t* code, size_t count, float norm, int bits, float weight, const float* base,
+                          float* out) {
+  value_tile<Uniform>(code, count, norm, bits, weight, base, out);
+}
+
+HVD_SIMD void add_exponential(const uint32_t* code, size_t count, float norm, int bits, float weight, const float* base,
+                              float* out) {
+  value_tile<Exponential>(code, count, norm, bits, weight, base, out);
+}
+
+// Takes the codes of one bucket after the other: begin(norm), then codes(...) tile by tile; finish() gives the bytes.
+class FixedWriter {
+ public:
+  FixedWriter(uint8_t* out, int bits, size_t) : begin_(out), out_(out), bits_(bits) {}
+  void begin(float norm) {
+    std::memcpy(out_, &norm, 4);
+    out_ += 4;
+  }
+  void codes(const uint32_t* code, size_t count) {
+    pack(bits_, code, count, out_);
+    out_ += packed_bytes(count, bits_);
+  }
+  size_t finish() { return static_cast<size_t>(out_ - begin_); }
+
+ private:
+  uint8_t* begin_;
+  uint8_t* out_;
+  int bits_;
+};
+
+// Collects the nonzeros of a bucket first: their number comes before them on the wire.
+class EliasWriter {
+ public:
+  EliasWriter(uint8_t* out, int bits, size_t bucket) : writer_(out), bits_(bits) { nonzeros_.reserve(bucket); }
+  void begin(float norm) {
+    flush();
+    writer_.put(bits_of(norm), 32);
+    open_ = true;
+    distance_ = 1;
+  }
+  void codes(const uint32_t* code, size_t count) {
+    const uint32_t mask = (1u << (bits_ - 1)) - 1;
+    for (size_t i = 0; i < count; ++i, ++distance_)
+      if (code[i] & mask) {
+        nonzeros_.emplace_back(distance_, code[i]);
+        distance_ = 0;
+      }
+  }
+  size_t finish() {
+    flush();
+    return writer_.finish();
+  }
+
+ private:
+  void flush() {
+    if (!open_) return;
+    writer_.put(omega(static_cast<uint32_t>(nonzeros_.size() + 1)));
+    for (const auto& [distance, code] : nonzeros_) {
+      writer_.put(omega(distance));
+      writer_.put(code >> (bits_ - 1), 1);
+      writer_.put(omega(code & ((1u << (bits_ - 1)) - 1)));
+    }
+    nonzeros_.clear();
+  }
+
+  BitWriter writer_;
+  int bits_;
+  std::vector<std::pair<uint32_t, uint32_t>> nonzeros_;  // distance from the one before, code
+  uint32_t distance_ = 1;
+  bool open_ = false;
+};
+
+template <typename Levels>
+void decode_elias(int bits, const uint8_t* in, size_t bytes, size_t bucket, float weight, float* out, size_t n) {
+  BitReader reader(in, bytes);
+  const uint32_t top = (1u << (bits - 1)) - 1;
+  for (size_t start = 0; start < n; start += bucket) {
+    const size_t length = std::min(bucket, n - start);
+    const float norm = float_of(reader.get(32));
+    const Levels levels(bits, norm);
+    const uint32_t count = reader.get_omega() - 1;
+    if (count > length) throw MalformedPayload("Elias payload has more nonzeros than its bucket has elements");
+    size_t position = 0;  // one past the element before
+    for (uint32_t k = 0; k < count; ++k) {
+      const size_t distance = reader.get_omega();
+      const uint32_t sign = reader.get(1);
+      const uint32_t level = reader.get_omega();
+      if (distance > length - position || level > top)
+        throw MalformedPayload("Elias payload has an element or a level out of range");
+      position += distance;
+      out[start + position - 1] += weight * float_of(bits_of(levels.value(level)) ^ sign << 31);
+    }
+    if (norm != norm) std::fill(out + start, out + start + length, norm);
+  }
+  reader.finish();
+}
+
+// E||Q - v||^2 <= bound * ||v||^2 for a bucket of d values: QSGD lemma 3.1; NUQSGD's tight form, algorithms of the paper's
+// theorem 4, with L = 2^-s sqrt(d).
+double variance_bound(Kind kind, int bits, double d) {
+  if (kind == Kind::kNuqsgd) {
+    const double level = std::ldexp(std::sqrt(d), -((1 << (bits - 1)) - 2));
+    return level <= 2.25 ? 0.125 + 2.0 / 9.0 * level * level : level - 1;
+  }
+  const double s = (1 << (bits - 1)) - 1;
+  return std::min(d / (4 * s * s), std::sqrt(d) / s);
+}
+
+class Quantizer final : public Codec {
+ public:
+  Quantizer(Kind kind, const Options& options)
+      : kind_(kind), bits_(options.bits), bucket_(static_cast<size_t>(options.bucket)), coding_(options.coding),
+        feedback_(options.feedback) {
+    if (bits_ < 2 || bits_ > 8 || options.bucket < 1 || options.bucket > INT32_MAX)
+      throw std::invalid_argument("quantizer: bits or bucket out of range");
+    if (feedback_) contraction_ = static_cast<float>(1 / (1 + variance_bound(kind, bits_, static_cast<double>(bucket_))));
+  }
+
+  size_t max_payload(size_t n) const override {
+    // Elias: an element takes at most 1 + 1 + 13 bits (distance 1, sign, level 127); a bucket 32 bits and a count.
+    return kChecksumBytes + (coding_ == Coding::kFixed ? fixed_bytes(n) : 2 * n + 12 * (n / bucket_ + 1) + 8);
+  }
+
+  Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+                 uint8_t* out) const override {
+    if (feedback_ != (residual_in != nullptr) || feedback_ != (residual_out != nullptr))
+      throw std::invalid_argument("a quantizer has a residual under error feedback, and only then");
+    const auto run = coding_ == Coding::kFixed ? &Quantizer::encode_with<FixedWriter> : &Quantizer::encode_with<EliasWriter>;
+    Encoded encoded;
+    (this->*run)(grad, dtype, residual_in, residual_out, n, seed, out + kChecksumBytes, encoded);
+    encoded.bytes += kChecksumBytes;
+    seal(out, encoded.bytes);
+    return encoded;
+  }
+
+  void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
+    check_seal(payload, bytes);
+    const uint8_t* in = payload + kChecksumBytes;
+    bytes -= kChecksumBytes;
+    if (coding_ == Coding::kElias) {
+      (kind_ == Kind::kNuqsgd ? decode_elias<Exponential> : decode_elias<Uniform>)(bits_, in, bytes, bucket_, weight, out, n);
+      return;
+    }
+    if (bytes != fixed_bytes(n))
+      throw MalformedPayload("quantized payload has " + std::to_string(bytes) + " bytes, " + std::to_string(n) +
+                             " elements take " + std::to_string(fixed_bytes(n)));
+    alignas(64) uint32_t code[kTile];
+    const auto add = kind_ == Kind::kNuqsgd ? add_exponential : add_uniform;
+    for (size_t start = 0; start < n; start += bucket_) {
+      const size_t length = std::min(bucket_, n - start);
+      float norm;
+      std::memcpy(&norm, in, 4);
+      in += 4;
+      for (size_t t = 0; t < length; t += kTile) {
+        const size_t count = std::min(kTile, length - t);
+        float* o = out + start + t;
+        unpack(bits_, in, count, code);
+        in += packed_bytes(count, bits_);
+        if (norm != norm) std::fill(o, o + count, norm);
+        else add(code, count, norm, bits_, weight, o, o);
+      }
+    }
+  }
+
+ private:
+  template <typename Writer>
+  void encode_with(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+                   uint8_t* out, Encoded& encoded) const {
+    alignas(64) float tile[kTile];
+    alignas(64) uint32_t code[kTile];
+    const bool nonuniform = kind_ == Kind::kNuqsgd;
+    Writer writer(out, bits_, std::min(bucket_, n));
+    for (size_t bucket = 0, start = 0; start < n; ++bucket, start += bucket_) {
+      const size_t length = std::min(bucket_, n - start);
+      Moments moments;
+      for (size_t t = 0; t < length; t += kTile) {
+        const size_t count = std::min(kTile, length - t);
+        add_moments(load_sum(grad, dtype, residual_in, start + t, count, tile), count, moments);
+      }
+      const float norm = norm_of(moments, kind_ != Kind::kQsgdInf);
+      const float sent = norm * contraction_;
+      encoded.finite &= norm == norm;
+      writer.begin(sent);
+      const Random random(seed, bucket);
+      for (size_t t = 0; t < length; t += kTile) {
+        const size_t count = std::min(kTile, length - t);
+        const float* v = load_sum(grad, dtype, residual_in, start + t, count, tile);
+        if (norm > 0)
+          (nonuniform ? round_exponential : round_uniform)(v, count, norm, bits_, random, static_cast<uint32_t>(t), code);
+        else  // all zero, or not finite
+          std::fill(code, code + count, 0u);
+        writer.codes(code, count);
+        if (residual_out) {
+          float* left = residual_out + start + t;
+          (nonuniform ? add_exponential : add_uniform)(code, count, sent, bits_, -1.0f, v, left);
+          for (size_t i = 0; i < count; ++i) encoded.residual_sq += static_cast<double>(left[i]) * static_cast<double>(left[i]);
+        }
+      }
+    }
+    encoded.bytes = writer.finish();
+  }
+
+  // Each tile of a bucket ends on a whole byte; only the last one of a bucket can have bits to fill.
+  size_t fixed_bytes(size_t n) const {
+    const size_t rest = n % bucket_;
+    return n / bucket_ * (4 + packed_bytes(bucket_, bits_)) + (rest ? 4 + packed_bytes(rest, bits_) : 0);
+  }
+
+  Kind kind_;
+  int bits_;
+  size_t bucket_;
+  Coding coding_;
+  bool feedback_;
+  float contraction_ = 1.0f;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> create_quantizer(Kind kind, const Options& options) {
+  return std::make_unique<Quantizer>(kind, options);
+}
+
+}  // namespace hvd_compress

@@ -1,0 +1,193 @@
+"""From parameters to buckets: which codec each one gets, what travels together, and whether all ranks see it alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from hvd_compress._version import __version__
+from hvd_compress.codecs import Codec, Identity, parse
+from hvd_compress.message import WIRE_VERSION
+from hvd_compress.vector import DTYPES
+
+
+class MismatchError(RuntimeError):
+    """Ranks do not compress alike; the text names the difference. Raised on every rank."""
+
+
+class Parameter(NamedTuple):
+    """What a plan needs to know of a parameter.
+
+    Attributes:
+        name: Unique among the parameters.
+        shape: In elements.
+        dtype: "float32", "float16", "bfloat16", "float64", or another one, which is then not compressed.
+        layout: In what order its elements lie in memory, in words; two ranks must agree.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = "row-major"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradient."""
+        return self.numel * DTYPES.get(self.dtype, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Which codec a parameter gets: the first override whose pattern its name matches, else `codec` for everything that has two
+    or more dimensions and at least `min_numel` elements, else none: Horovod fuses those itself.
+
+    Raises:
+        ValueError: An option is not allowed.
+    """  # noqa: D205
+
+    codec: Codec
+    min_numel: int = 1024
+    overrides: Mapping[str, str | Codec] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
+            raise ValueError(f"min_numel={self.min_numel!r} is not allowed; allowed is a whole number from 0 on")
+        if not isinstance(self.overrides, Mapping):
+            raise ValueError(f"overrides={self.overrides!r} is not allowed; allowed is a dict of name pattern to spec")
+        object.__setattr__(self, "overrides", {pattern: parse(spec) for pattern, spec in self.overrides.items()})
+
+    def codec_for(self, parameter: Parameter) -> Codec:
+        """The codec of one parameter, with its options filled in for the parameter's shape."""
+        if parameter.dtype not in DTYPES:
+            return Identity()
+        for pattern, codec in self.overrides.items():
+            if fnmatch.fnmatchcase(parameter.name, pattern):
+                return parse(codec).for_shape(parameter.shape)
+        small = len(parameter.shape) < 2 or parameter.numel < self.min_numel
+        if small and self.codec.allreduce_dtype is None:
+            return Identity()
+        return self.codec.for_shape(parameter.shape)
+
+    def check(self, parameters: Iterable[Parameter]) -> None:
+        """Raises ValueError where a pattern matches no parameter: most likely a typing error."""
+        names = [parameter.name for parameter in parameters]
+        for pattern in self.overrides:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(f"overrides: the pattern {pattern!r} matches no parameter; there are {_some(names)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One parameter's slice of a bucket.
+
+    Attributes:
+        index: Place among all parameters, the same on every rank.
+        parameter: Which one.
+        codec: What encodes it, options filled in.
+        bucket: Index of its bucket; None where Horovod's own allreduce sends it.
+    """
+
+    index: int
+    parameter: Parameter
+    codec: Codec
+    bucket: int | None
+
+
+class Plan:
+    """The ordered parameters with their codecs and buckets. All ranks must have the same: see `digest` and `difference`.
+
+    Args:
+        parameters: In the order of the model; buckets are filled from the last one back, as backward produces gradients.
+        policy: Chooses the codecs.
+        bucket_bytes: A bucket holds so many bytes of gradient at most, or one larger segment.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], policy: Policy, bucket_bytes: int) -> None:
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes!r} is not allowed; allowed is a whole number from 1 on")
+        policy.check(parameters)
+        self.policy = policy
+        self.bucket_bytes = bucket_bytes
+        segments: list[Segment] = []
+        bucket, filled = 0, 0
+        for index in reversed(range(len(parameters))):
+            codec = policy.codec_for(parameters[index])
+            if codec.allreduce_dtype is not None:
+                segments.append(Segment(index, parameters[index], codec, None))
+                continue
+            if filled > 0 and filled + parameters[index].nbytes > bucket_bytes:
+                bucket, filled = bucket + 1, 0
+            segments.append(Segment(index, parameters[index], codec, bucket))
+            filled += parameters[index].nbytes
+        self.segments = tuple(reversed(segments))
+
+    @property
+    def buckets(self) -> list[list[Segment]]:
+        """The segments of each bucket."""
+        count = max((s.bucket for s in self.segments if s.bucket is not None), default=-1) + 1
+        return [[s for s in self.segments if s.bucket == b] for b in range(count)]
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """All that ranks must agree on, as plain data."""
+        return {
+            "version": __version__,
+            "wire": WIRE_VERSION,
+            "spec": str(self.policy.codec),
+            "bucket_bytes": self.bucket_bytes,
+            "parameters": {
+                s.parameter.name: [list(s.parameter.shape), s.parameter.dtype, s.parameter.layout, str(s.codec)]
+                for s in self.segments
+            },
+        }
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that two plans share only if their descriptions, the order of parameters included, are equal."""
+        text = json.dumps(self.description).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The first difference between the plans' descriptions of several ranks, in words; None where they agree."""
+    (first, mine), *others = descriptions.items()
+    for rank, other in others:
+        if mine == other and list(mine["parameters"]) == list(other["parameters"]):
+            continue
+        for key, word in (
+            ("version", "hvd_compress version"),
+            ("wire", "wire format"),
+            ("spec", "spec"),
+            ("bucket_bytes", "bucket_bytes"),
+        ):
+            if mine[key] != other[key]:
+                return f"{word}: rank {first} has {mine[key]!r}, rank {rank} has {other[key]!r}"
+        left, right = mine["parameters"], other["parameters"]
+        for has, lacks, names in ((first, rank, [*left]), (rank, first, [*right])):
+            only = [name for name in names if name not in (right if has == first else left)]
+            if only:
+                return f"parameters: rank {has} has {_some(only)}, rank {lacks} has not"
+        for name in left:
+            for mine_value, other_value, word in zip(
+                left[name], right[name], ("shape", "dtype", "layout", "spec"), strict=True
+            ):
+                if mine_value != other_value:
+                    return f"{word} of {name!r}: rank {first} has {mine_value!r}, rank {rank} has {other_value!r}"
+        return f"the order of the parameters: rank {first} has {_some([*left])}, rank {rank} has {_some([*right])}"
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"

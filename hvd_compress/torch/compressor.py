@@ -1,0 +1,529 @@
+"""The one place that knows how Horovod's optimizer calls a compressor.
+
+Horovod calls `compress` with each gradient as backward produces it, in an order of each rank's own, and `decompress` with each
+result once all have been handed over. Between the two lies a round: `compress` encodes the gradient into its bucket's message
+and enqueues the message when its last segment is there; what Horovod's own allreduce then gets is a stand-in of one element,
+which comes back as 1 for op=Average and as the number of ranks for op=Sum. `decompress` waits for the bucket's message of every
+rank and decodes. `compress` never waits (a rank whose backward runs in another order would wait for ever), but once: before
+the first message of a plan it lets the ranks compare their plans.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.torch.compression import Compressor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hvd_compress import _kernels
+from hvd_compress._kernels import PayloadError
+from hvd_compress._version import __version__
+from hvd_compress.codecs import Codec, parse
+from hvd_compress.message import Flags, Message, MessageWriter
+from hvd_compress.plan import MismatchError, Plan, Policy, difference
+from hvd_compress.stats import Stats
+from hvd_compress.torch.exchange import Exchange, Gathered
+from hvd_compress.torch.round import Bucket, Context, Round
+from hvd_compress.torch.slot import Slot, make_slots, vector
+from hvd_compress.vector import Vector
+
+BUCKET_BYTES = 25 * 2**20
+PLAN_SECONDS = 10.0
+"""How long the first `compress` waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
+STATE_FORMAT = 1
+
+_alive: weakref.WeakSet[CodecCompressor] = weakref.WeakSet()
+_made: dict[int, int] = {}
+
+
+class CodecCompressor(Compressor):  # type: ignore[misc]
+    """What `hvd.DistributedOptimizer` takes as ``compression=``: one codec, or several by policy, and all that they keep.
+
+    Make one for each optimizer, on every rank, in the same order.
+
+    Args:
+        codec: A codec or its spec.
+        named_parameters: What the optimizer was given, ``model.named_parameters()``.
+        min_numel: Smaller parameters, and those with less than two dimensions, stay dense. Codecs that Horovod's own
+            allreduce carries out (none, fp16) take all.
+        overrides: Specs by name pattern (``{"*.embedding.weight": "none"}``); the first match decides, whatever the size.
+        bucket_bytes: So many bytes of gradient travel in one message at most; a larger parameter has its own.
+        process_set: The one that the optimizer has.
+        seed: Of the random rounding. Ranks and steps differ by themselves.
+        grad_scaler: The `torch.amp.GradScaler`, where there is one: residuals follow its scale.
+        name: Begins the names of our operations in Horovod's timeline; must be the same on every rank, and no other
+            compression's. Default: a number.
+
+    Attributes:
+        stats: What was sent, see `hvd_compress.stats.Stats`.
+
+    Raises:
+        ValueError: An option is not allowed; the text names it, its value and what is.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        min_numel: int = 1024,
+        overrides: Mapping[str, str | Codec] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        process_set: Any = hvd.global_process_set,
+        seed: int = 0,
+        grad_scaler: Any = None,
+        name: str | None = None,
+    ) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise ValueError(f"seed={seed!r} is not allowed; allowed is a whole number from 0 to 2^64 - 1")
+        if not isinstance(process_set, hvd.ProcessSet):
+            raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.torch.ProcessSet")
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a torch.amp.GradScaler")
+        policy = Policy(parse(codec), min_numel, overrides or {})
+        self._slots = make_slots(named_parameters)
+        self._bucket_bytes = bucket_bytes
+        self._seed = seed
+        self._grad_scaler = grad_scaler
+        self._scale: float | None = None  # the loss scale that the residuals are in
+        self.stats = Stats()
+        self._set_plan(policy)
+
+        set_id = process_set.process_set_id or 0
+        _made[set_id] = _made.get(set_id, 0) + 1
+        self._exchange = Exchange(name or f"hvd_compress.{set_id}.{_made[set_id] - 1}", process_set)
+        self._plans = 0  # announced so far
+        self._warned: set[str] = set()
+
+        self._step = 0  # rounds begun
+        self._round: Round | None = None
+        self._pending: list[Slot] = []  # whose last residuals are undone if no optimizer uses the result
+        self._recent: Slot | None = None  # whose gradient backward has just produced
+        self._cursor = 0  # of the search where it was not that one
+        self._backward_ran = False  # since the last round's results were handed out
+        self._ever_backward = False
+        self._optimizers: weakref.WeakKeyDictionary[Any, list[Slot]] = weakref.WeakKeyDictionary()
+        _alive.add(self)
+        for slot in self._slots:
+            weakref.finalize(self, slot.watch(weakref.WeakMethod(self._on_backward)).remove)
+
+    def __str__(self) -> str:
+        """The spec."""
+        return str(self._plan.policy.codec)
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter gets which codec and bucket."""
+        return self._plan
+
+    # --- Horovod's two calls
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Encodes a gradient and enqueues its bucket when it is full.
+
+        Args:
+            tensor: Any shape, the `.grad` of a parameter that this was made with. Another tensor is left to Horovod as it is.
+
+        Returns:
+            What Horovod's allreduce is to send, and what `decompress` needs.
+
+        Raises:
+            MismatchError: The ranks do not compress alike.
+            ValueError: The tensor is a parameter itself, as under op=Adasum.
+        """
+        slot = self._find(tensor)
+        if slot is None or self._exchange.size == 1:
+            return tensor, None
+        with torch.no_grad():
+            round = self._enter(slot, tensor)
+            context = Context(round, slot, tensor)
+            if slot.segment.bucket is None:
+                return self._dense(context), context
+            bucket = self._buckets[slot.segment.bucket]
+            context.late = bucket.arrive(slot, round)
+            if not round.repeat:
+                self._encode(context)
+            if not context.late and bucket.is_full(round):
+                bucket.send(False, round, self._exchange, self._plan.digest)
+            return slot.stand_in(tensor), context
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The mean or sum of a gradient over the ranks, written to the gradient's own memory.
+
+        Args:
+            tensor: What Horovod's allreduce made of what `compress` returned.
+            ctx: From `compress`.
+
+        Returns:
+            The gradient that `compress` was given, which now holds the result.
+
+        Raises:
+            PayloadError: A rank's message is damaged.
+            RuntimeError: A rank has called hvd.join().
+        """
+        if ctx is None:
+            return tensor
+        round = ctx.round
+        with torch.no_grad():
+            self._flush(round)
+            if ctx.slot.segment.bucket is None:
+                result = ctx.grad if tensor is ctx.grad else ctx.grad.copy_(tensor)
+            else:
+                result = self._decode(ctx, float(tensor.item()))
+            round.open -= 1
+            if round.open == 0:
+                self._close(round)
+        return result
+
+    # --- a round
+
+    def _enter(self, slot: Slot, tensor: torch.Tensor) -> Round:
+        round = self._round
+        if round is not None and slot in round.slots and not round.flushed:
+            self._drop(round)
+        if round is None or slot in round.slots or round.flushed:
+            round = self._begin(slot, tensor)
+        round.slots.add(slot)
+        round.open += 1
+        return round
+
+    def _drop(self, round: Round) -> None:
+        """Forgets a round whose results nobody asked for: Horovod dropped it, as its optimizer's load_state_dict() does."""
+        if not all(message.poll(PLAN_SECONDS) for message in round.messages.values()):
+            raise RuntimeError("a step was dropped between backward and optimizer.step() while other ranks still waited for it")
+        for slot in round.slots:
+            slot.undo()
+
+    def _begin(self, slot: Slot, tensor: torch.Tensor) -> Round:
+        repeat = self._ever_backward and not self._backward_ran and not slot.stepped and slot.is_result(tensor)
+        if repeat:
+            self._warn(
+                "optimizer.step() or synchronize() was called again without a backward pass since the last synchronize(): the "
+                "gradients are left as they are. After synchronize(), call step() inside optimizer.skip_synchronize()."
+            )
+        else:
+            self._settle()
+            self._follow_scale()
+        self._agree()
+        if self._round is not None:
+            for message in self._round.messages.values():  # their memory is used again
+                message.wait()
+        self._step += 1
+        self._round = Round(self._step, repeat)
+        for bucket in self._buckets:
+            bucket.clear()
+        return self._round
+
+    def _flush(self, round: Round) -> None:
+        """Sends what no last segment has sent: at the first `decompress`, when every gradient has been handed over."""
+        if not round.flushed:
+            round.flushed = True
+            for bucket in self._buckets:
+                bucket.flush(round, self._exchange, self._plan.digest)
+
+    def _close(self, round: Round) -> None:
+        for bucket in self._buckets:
+            bucket.expect(round)
+        self.stats.finish(round.record)
+        self._backward_ran = False
+        if round.repeat:
+            return
+        for slot in round.slots:
+            slot.stepped = False
+            if round.nonfinite:
+                slot.undo()
+        if not round.nonfinite:
+            self._pending.extend(round.slots)
+
+    def _settle(self) -> None:
+        """Decides on the last round's residuals: kept, or undone where no optimizer has used the round's result.
+
+        That is so where GradScaler has skipped the step, or where another optimizer's backward (a GAN's generator's) passed
+        through our parameters. Where no optimizer of torch's ever steps on them, the results are taken as used.
+        """
+        for slot in self._pending:
+            if slot.ever_stepped and not slot.stepped:
+                slot.undo()
+        self._pending = []
+
+    def _follow_scale(self) -> None:
+        """Residuals are in units of the loss scale: where it has changed, they change alike (by a power of 2: exactly)."""
+        if self._grad_scaler is None:
+            return
+        scale = float(self._grad_scaler.get_scale())
+        if self._scale is not None and scale != self._scale:
+            for slot in self._slots:
+                if slot.residual is not None:
+                    slot.residual.mul_(scale / self._scale)
+        self._scale = scale
+
+    # --- encode and decode
+
+    def _dense(self, context: Context) -> torch.Tensor:
+        slot, grad = context.slot, context.grad
+        tensor = slot.with_leftover(grad)
+        wanted = slot.segment.codec.allreduce_dtype
+        if wanted == "float16":
+            tensor = tensor.to(torch.float16)
+        elif tensor.dtype == torch.bfloat16:  # Horovod does not reduce it
+            tensor = tensor.to(torch.float32)
+        counters = context.round.record.of(slot.name)
+        counters.bytes_dense = self._ring * slot.segment.parameter.nbytes
+        counters.bytes_sent = self._ring * tensor.numel() * tensor.element_size()
+        return tensor.contiguous()
+
+    def _encode(self, context: Context) -> None:
+        slot, round = context.slot, context.round
+        start = time.perf_counter()
+        assert slot.segment.bucket is not None
+        writer = self._buckets[slot.segment.bucket].writer(context.late)
+        flat, context.flat = slot.flatten(context.grad)
+        seed = _kernels.mix_seed(self._seed, self._exchange.rank, round.step, slot.segment.index)
+        encoded = slot.encode(flat, seed, writer.room())
+        writer.add(slot.segment.index, encoded.bytes)
+        if not encoded.finite:
+            writer.flags |= Flags.NONFINITE
+        counters = round.record.of(slot.name)
+        counters.bytes_dense = self._ring * slot.segment.parameter.nbytes
+        overhead = MessageWriter.ENTRY_BYTES + (MessageWriter.HEADER_BYTES if writer.segments == 1 else 0)
+        counters.bytes_sent = (self._exchange.size - 1) * (encoded.bytes + overhead) + self._ring * slot.stand_in_bytes
+        counters.selected = encoded.selected
+        counters.residual_sq = encoded.residual_norm**2
+        counters.encode_s = time.perf_counter() - start
+
+    def _decode(self, context: Context, stand_in: float) -> torch.Tensor:
+        slot, round = context.slot, context.round
+        counters = round.record.of(slot.name)
+        start = time.perf_counter()
+        assert slot.segment.bucket is not None
+        data, messages = round.messages[slot.segment.bucket, context.late].wait()
+        counters.wait_s = time.perf_counter() - start
+        self._check(round, messages)
+        slot.remember_result(context.grad)
+        if all(message.flags & Flags.REPEAT for message in messages):
+            return context.grad
+
+        start = time.perf_counter()
+        # A stand-in of 1 is a mean, one of n a sum; predivided, it may be off by a rounding.
+        whole = round_to_whole(stand_in)
+        if context.flat is not None and context.flat.dtype == torch.float32:
+            total = context.flat.zero_()
+        else:
+            total = torch.zeros(slot.segment.parameter.numel)
+        bytes_of_all = Vector.of(data)
+        for rank, message in enumerate(messages):
+            if message.flags & Flags.REPEAT:
+                continue
+            if slot.segment.index not in message.payloads:
+                raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
+            payload = bytes_of_all.slice(*message.payloads[slot.segment.index])
+            slot.segment.codec.decode_add(payload, whole / len(messages), vector(total))
+        if total is not context.flat:
+            context.grad.copy_(slot.unflatten(total))
+        counters.decode_s = time.perf_counter() - start
+        return context.grad
+
+    @property
+    def _ring(self) -> float:
+        """Times its size that a ring allreduce sends of a tensor, from each rank."""
+        return 2 * (self._exchange.size - 1) / self._exchange.size
+
+    # --- which parameter, which optimizer
+
+    def _find(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot whose gradient that is: by identity, since the order of the calls differs between ranks."""
+        recent = self._recent
+        if recent is not None and recent.parameter.grad is tensor:
+            return recent
+        count = len(self._slots)
+        for i in range(self._cursor, self._cursor + count):
+            if self._slots[i % count].parameter.grad is tensor:
+                self._cursor = (i + 1) % count
+                return self._slots[i % count]
+        if any(slot.parameter is tensor for slot in self._slots):
+            raise ValueError(
+                "op=Adasum is not supported together with hvd_compress: it combines changes of the weights, not gradients. "
+                "Use op=hvd.Average or op=hvd.Sum."
+            )
+        self._warn(
+            f"a tensor of shape {tuple(tensor.shape)} is not the gradient of a parameter that {self} was made with: it is sent "
+            "uncompressed. (So are sparse gradients under sparse_as_dense.)"
+        )
+        return None
+
+    def _on_backward(self, slot: Slot) -> None:
+        self._recent = slot
+        self._backward_ran = self._ever_backward = True
+
+    def _on_step(self, optimizer: Any) -> None:
+        ours = self._optimizers.get(optimizer)
+        if ours is None:
+            parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            ours = self._optimizers[optimizer] = [slot for slot in self._slots if id(slot.parameter) in parameters]
+        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused optimizer skip by itself
+        if ours and not (found_inf is not None and float(found_inf) > 0):
+            for slot in ours:
+                slot.stepped = slot.ever_stepped = True
+
+    def _warn(self, text: str) -> None:
+        """Says something once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=4)
+
+    # --- the plan
+
+    def _set_plan(self, policy: Policy) -> None:
+        self._plan = Plan([slot.described for slot in self._slots], policy, self._bucket_bytes)
+        for slot, segment in zip(self._slots, self._plan.segments, strict=True):
+            slot.segment = segment
+        self._buckets = [Bucket(i, [self._slots[s.index] for s in bucket]) for i, bucket in enumerate(self._plan.buckets)]
+        self._announced: Gathered | None = None
+        self._agreed = False
+
+    def set_codec(self, codec: str | Codec, overrides: Mapping[str, str | Codec] | None = None) -> None:
+        """Goes on with another codec from the next step; on every rank alike.
+
+        Residuals are kept, or sent in one step where the new codec has none. `overrides` replaces the ones so far where it
+        is given.
+        """
+        self._between_steps("set_codec()")
+        old = self._plan.policy
+        self._set_plan(Policy(parse(codec), old.min_numel, old.overrides if overrides is None else overrides))
+
+    def _agree(self) -> None:
+        """Compares the ranks' plans before the first message of one."""
+        if self._agreed:
+            return
+        if self._announced is None:
+            text = json.dumps(self._plan.description).encode()
+            data = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
+            self._announced = self._exchange.allgather_async(f"plan.{self._plans}", data)
+            self._plans += 1
+            if not self._announced.poll(PLAN_SECONDS):
+                self._warn(
+                    f"not all {self._exchange.size} ranks of the process set have announced their compression after "
+                    f"{PLAN_SECONDS:g} s; going on. Every rank must pass the same hvd_compress compression to its optimizer, "
+                    "and an optimizer's process_set must be given to the compression too."
+                )
+        if self._announced.poll():
+            self._compare()
+            self._agreed = True
+
+    def _compare(self) -> None:
+        assert self._announced is not None
+        data = self._announced.wait().tobytes()
+        descriptions = {}
+        for rank in range(self._exchange.size):
+            length = int.from_bytes(data[:8], "little")
+            descriptions[rank] = json.loads(data[8 : 8 + length])
+            data = data[8 + length :]
+        found = difference(descriptions)
+        if found is not None:
+            raise MismatchError(f"the ranks do not compress alike: {found}")
+
+    def _check(self, round: Round, messages: list[Message]) -> None:
+        for rank, message in enumerate(messages):
+            if message.digest != self._plan.digest:
+                if self._announced is not None and self._announced.poll():
+                    self._compare()
+                raise MismatchError(
+                    f"the ranks do not compress alike: rank {rank} has another plan than rank {self._exchange.rank} ({self}). "
+                    "Was set_codec() called on every rank?"
+                )
+            if message.step != round.step:
+                raise MismatchError(
+                    f"rank {rank} is at step {message.step}, rank {self._exchange.rank} at step {round.step}: was "
+                    "load_state_dict() called on every rank, with a state of the same step?"
+                )
+            if message.flags & Flags.NONFINITE:
+                round.nonfinite = True
+
+    # --- the state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, of this rank: save it once per rank.
+
+        Plain data and tensors: the residuals by parameter name, in the parameter's shape (float32), the number of steps,
+        and what they belong to: world size, rank, specs.
+        """
+        self._between_steps("state_dict()")
+        return {
+            "format": STATE_FORMAT,
+            "version": __version__,
+            **self._identity(),
+            "seed": self._seed,
+            "step": self._step,
+            "scale": self._scale,
+            "residuals": {s.name: s.unflatten(s.residual).clone() for s in self._slots if s.residual is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes up where `state_dict` left off; a resumed run is then bitwise the run that never stopped.
+
+        Args:
+            state: Of the same rank, world size, model and specs.
+            strict: False: where something of that differs, the residuals start at zero again, and a warning says so.
+
+        Raises:
+            ValueError: Something differs, and `strict` is true; the text names it.
+        """
+        self._between_steps("load_state_dict()")
+        if state.get("format") != STATE_FORMAT:
+            raise ValueError(f"state_dict has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
+        found = _state_difference(self._identity(), state)
+        if found is not None:
+            if strict:
+                raise ValueError(f"the state is of another run: {found}. strict=False restarts the residuals at zero")
+            warnings.warn(f"the state is of another run: {found}. The residuals restart at zero.", stacklevel=2)
+        for slot in self._slots:
+            saved = None if found is not None else state["residuals"].get(slot.name)
+            slot.set_residual(saved)
+        self._seed = state["seed"]
+        self._step = state["step"]
+        self._scale = state["scale"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "world_size": self._exchange.size,
+            "rank": self._exchange.rank,
+            "spec": str(self),
+            "parameters": {s.parameter.name: [list(s.parameter.shape), str(s.codec)] for s in self._plan.segments},
+        }
+
+    def _between_steps(self, what: str) -> None:
+        if self._round is not None and self._round.open:
+            raise RuntimeError(f"{what} between backward and optimizer.step(): call it after step()")
+        self._settle()
+
+
+def round_to_whole(value: float) -> float:
+    """A stand-in that has come back, free of rounding; a fraction (some ranks have joined) stays one."""
+    return float(round(value)) if abs(value - round(value)) < 1e-3 and round(value) > 0 else value
+
+
+def _state_difference(mine: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    for key, word in (("world_size", "world size"), ("rank", "rank"), ("spec", "spec")):
+        if mine[key] != state[key]:
+            return f"its {word} is {state[key]!r}, here it is {mine[key]!r}"
+    for name in [*mine["parameters"], *state["parameters"]]:
+        here, there = mine["parameters"].get(name), state["parameters"].get(name)
+        if here != there:
+            return f"parameter {name!r} is {there or 'not there'} in it, and {here or 'not there'} here"
+    return None
+
+
+def _on_any_step(optimizer: Any, *_: Any) -> None:
+    for compressor in list(_alive):
+        compressor._on_step(optimizer)
+
+
+register_optimizer_step_post_hook(_on_any_step)

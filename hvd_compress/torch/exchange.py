@@ -1,0 +1,99 @@
+"""How payloads travel: one named, asynchronous Horovod allgather for each message."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_compress.message import Message, read_messages
+
+
+class Exchange:
+    """Allgathers of bytes among the ranks of a process set.
+
+    Args:
+        prefix: Begins the name of every operation; unique among the compressions of a job, the same on every rank.
+        process_set: Horovod's.
+    """
+
+    def __init__(self, prefix: str, process_set: Any) -> None:
+        self.prefix = prefix
+        self.process_set = process_set
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the process set."""
+        return int(self.process_set.size())
+
+    @property
+    def rank(self) -> int:
+        """The own rank in the process set."""
+        return int(self.process_set.rank())
+
+    def allgather_async(self, name: str, data: np.ndarray) -> Gathered:
+        """Enqueues `data` (uint8; may be short or long, differently on each rank) and returns at once.
+
+        `data` must stay as it is until the result is there.
+        """
+        return Gathered(hvd.allgather_async(torch.from_numpy(data), name=f"{self.prefix}.{name}", process_set=self.process_set))
+
+
+class Gathered:
+    """An allgather under way."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle: int | None = handle
+        self._data = np.empty(0, np.uint8)
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Whether it is done, or becomes so within that time."""
+        deadline = time.perf_counter() + seconds
+        while self._handle is not None and not hvd.poll(self._handle):
+            if time.perf_counter() >= deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def wait(self) -> np.ndarray:
+        """What all ranks sent, in order of rank (uint8).
+
+        Raises:
+            RuntimeError: A rank has called hvd.join().
+        """
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            try:
+                self._data = hvd.synchronize(handle).numpy()
+            except HorovodInternalError as error:
+                if "not supported with Join" in str(error):
+                    raise RuntimeError(
+                        "hvd.join() is not supported together with hvd_compress: another rank has called it, and ranks that "
+                        "have joined can take no part in an allgather. Give every rank the same number of steps."
+                    ) from error
+                raise
+        return self._data
+
+
+class InFlight:
+    """One message under way: sent when it is made, parsed when it is waited for."""
+
+    def __init__(self, exchange: Exchange, name: str, data: np.ndarray) -> None:
+        self._gathered = exchange.allgather_async(name, data)
+        self._ranks = exchange.size
+        self._messages: list[Message] | None = None
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Whether it is there, or comes within that time."""
+        return self._gathered.poll(seconds)
+
+    def wait(self) -> tuple[np.ndarray, list[Message]]:
+        """The bytes of all ranks, and the message of each in them."""
+        data = self._gathered.wait()
+        if self._messages is None:
+            self._messages = read_messages(data, self._ranks)
+        return data, self._messages
