@@ -5,7 +5,7 @@ import shlex
 import shutil
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -22,6 +22,8 @@ class BuildKernels(build_ext):
             )
         super().build_extensions()
 
+
+ParallelCompile("MAX_JOBS").install()
 
 # No -ffast-math: every version of a kernel, on every machine, must give the same bits.
 kernels = Pybind11Extension(

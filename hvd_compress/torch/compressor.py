@@ -178,6 +178,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 result = ctx.grad if tensor is ctx.grad else ctx.grad.copy_(tensor)
             else:
                 result = self._decode(ctx, float(tensor.item()))
+            ctx.slot.remember_result(ctx.grad)
             round.open -= 1
             if round.open == 0:
                 self._close(round)
@@ -307,7 +308,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         data, messages = round.messages[slot.segment.bucket, context.late].wait()
         counters.wait_s = time.perf_counter() - start
         self._check(round, messages)
-        slot.remember_result(context.grad)
         if all(message.flags & Flags.REPEAT for message in messages):
             return context.grad
 

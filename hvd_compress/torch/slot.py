@@ -17,7 +17,7 @@ REDUCED = (torch.float16, torch.float32, torch.float64)
 
 def vector(tensor: torch.Tensor) -> Vector:
     """The memory of a contiguous CPU tensor."""
-    return Vector(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel())
+    return Vector(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel(), tensor)
 
 
 class Slot:

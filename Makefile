@@ -1,0 +1,52 @@
+# make demo    trains on two ranks with and without compression, prints a table and writes demo.png
+# make test    every test
+# make lint    ruff and mypy
+#
+# Each sets up .venv first: a few minutes once, while Horovod builds, and seconds afterwards.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The versions that are tried together.
+FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.* tf_keras==2.21.*
+
+# More ranks than cores: Open MPI must yield while it waits, and each rank computes on one thread.
+export OMP_NUM_THREADS := 1
+export TF_CPP_MIN_LOG_LEVEL := 3
+export TF_USE_LEGACY_KERAS := 1
+MPI := --mpi --mpi-args="--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
+HOROVODRUN := $(BIN)/horovodrun
+PARALLEL := $(BIN)/python -m pytest -x -q tests/parallel
+
+.PHONY: demo test lint setup clean
+
+demo: setup
+	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/pytorch_digits.py --plot demo.png
+
+test: setup
+	$(BIN)/python -m pytest -q tests/unit
+	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)
+	$(HOROVODRUN) -np 3 $(MPI) $(PARALLEL)
+	$(HOROVODRUN) -np 2 --gloo $(PARALLEL) -m "gloo"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.installed
+
+$(VENV)/.horovod: docker/install_horovod.sh docker/install_debian_packages.sh
+	docker/install_debian_packages.sh $(PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(FRAMEWORKS)
+	docker/install_horovod.sh $(BIN)/python
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.horovod setup.cfg setup.py pyproject.toml $(wildcard hvd_compress/csrc/*)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info hvd_compress/*.so

@@ -1,0 +1,94 @@
+"""Models, gradients and a channel between the ranks that is not Horovod's."""
+
+import os
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress.torch import Compression
+
+SPECS = [
+    "none",
+    "fp16",
+    "bf16",
+    "adacomp",
+    "adacomp:bin=50,c=1",
+    "qsgd:bits=4",
+    "qsgdinf:bits=2",
+    "nuqsgd:bits=4",
+    "nuqsgd:bits=3,bucket=100,coding=elias",
+    "qsgd:bits=8,feedback=true",
+]
+EXACT = "none"
+COMPRESSED = [spec for spec in SPECS if spec not in ("none", "fp16")]
+WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true"]
+
+
+def gather(value):
+    """That value of every rank, in order: over mpi4py, and over Horovod itself only where there is no MPI."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.allgather(value)
+    return hvd.allgather_object(value)
+
+
+def assert_equal_on_all_ranks(tensors):
+    mine = [t.detach().to(torch.float64).numpy().tobytes() for t in tensors]
+    for rank, theirs in enumerate(gather(mine)):
+        assert theirs == mine, f"rank {hvd.rank()} and rank {rank} differ"
+
+
+def convnet(dtype=torch.float32, memory_format=torch.contiguous_format):
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 16, 3),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 16, 3),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16 * 16, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 20),
+    )
+    return model.to(dtype).to(memory_format=memory_format)
+
+
+def batch(step, dtype=torch.float32, rank=None, size=16):
+    """Another one on every rank and in every step; the label can be learned."""
+    generator = torch.Generator().manual_seed(1000 * step + (hvd.rank() if rank is None else rank))
+    x = torch.randn(size, 2, 8, 8, generator=generator)
+    return x.to(dtype), x.flatten(1)[:, :20].argmax(1)
+
+
+def loss_of(model, step, dtype=torch.float32):
+    x, y = batch(step, dtype)
+    return torch.nn.functional.cross_entropy(model(x).float(), y)
+
+
+def distributed(model, spec, lr=0.05, optimizer_options=None, prefix="", **options):
+    """An SGD optimizer on Horovod, and its compression."""
+    compression = Compression.from_spec(spec, model.named_parameters(prefix), **options)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr),
+        named_parameters=model.named_parameters(prefix),
+        compression=compression,
+        **(optimizer_options or {}),
+    )
+    return optimizer, compression
+
+
+class Vectors(torch.nn.Module):
+    """Parameters whose gradients are what the test says."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+
+    def backward(self, **gradients):
+        sum((getattr(self, name) * g).sum() for name, g in gradients.items()).backward()
+
+
+def random(*shape, step=0, rank=None):
+    generator = torch.Generator().manual_seed(77 * step + (hvd.rank() if rank is None else rank))
+    return torch.randn(*shape, generator=generator)

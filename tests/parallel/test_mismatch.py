@@ -1,0 +1,108 @@
+"""Ranks that do not agree, and what is not supported: an error on every rank, with a sentence, within the first step."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+from helpers import Vectors, distributed, random
+
+import hvd_compress.plan
+from hvd_compress.torch import Compression, MismatchError
+
+pytestmark = pytest.mark.gloo
+
+
+def first_step(model, optimizer, **gradients):
+    optimizer.zero_grad()
+    model.backward(**gradients)
+    optimizer.step()
+
+
+def mine(first, other):
+    return first if hvd.rank() == 0 else other
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "text"),
+    [
+        ("adacomp", "qsgd:bits=4", "spec: rank 0 has 'adacomp:c=2', rank 1 has 'qsgd:bits=4,bucket=512'"),
+        ("qsgd:bits=4", "qsgd:bits=3", "spec: rank 0 has 'qsgd:bits=4,bucket=512', rank 1 has 'qsgd:bits=3,bucket=512'"),
+        ("none", "adacomp", "spec: rank 0 has 'none', rank 1 has 'adacomp:c=2'"),
+    ],
+)
+def test_specs(first, other, text):
+    model = Vectors(w=(40, 40), b=(20,))
+    optimizer, _ = distributed(model, mine(first, other))
+    with pytest.raises(MismatchError, match=text):
+        first_step(model, optimizer, w=random(40, 40), b=random(20))
+
+
+def test_policies():
+    model = Vectors(w=(40, 40), b=(20,))
+    optimizer, _ = distributed(model, "adacomp", overrides=mine({}, {"w": "none"}))
+    with pytest.raises(MismatchError, match="spec of 'w': rank 0 has 'adacomp:bin=500,c=2', rank 1 has 'none'"):
+        first_step(model, optimizer, w=random(40, 40), b=random(20))
+
+
+def test_shapes():
+    shape = mine((40, 40), (40, 41))
+    model = Vectors(w=shape)
+    optimizer, _ = distributed(model, "adacomp")
+    with pytest.raises(MismatchError, match=r"shape of 'w': rank 0 has \[40, 40\], rank 1 has \[40, 41\]"):
+        first_step(model, optimizer, w=random(*shape))
+
+
+def test_names():
+    name = mine("w", "v")
+    model = Vectors(**{name: (40, 40)})
+    optimizer, _ = distributed(model, "adacomp")
+    with pytest.raises(MismatchError, match="parameters: rank 0 has 'w', rank 1 has not"):
+        first_step(model, optimizer, **{name: random(40, 40)})
+
+
+def test_versions(monkeypatch):
+    monkeypatch.setattr(hvd_compress.plan, "__version__", mine("1.0", "1.1"))
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, "adacomp")
+    with pytest.raises(MismatchError, match=r"hvd_compress version: rank 0 has '1.0', rank 1 has '1.1'"):
+        first_step(model, optimizer, w=random(40, 40))
+
+
+def test_layouts():
+    model = Vectors(w=(8, 8, 5, 5))
+    model.w.data = model.w.data.to(memory_format=mine(torch.contiguous_format, torch.channels_last))
+    optimizer, _ = distributed(model, "adacomp")
+    with pytest.raises(MismatchError, match="layout of 'w': rank 0 has 'row-major', rank 1 has 'strides"):
+        first_step(model, optimizer, w=random(8, 8, 5, 5))
+
+
+def test_state_that_only_one_rank_has_loaded():
+    model = Vectors(w=(40, 40))
+    optimizer, compression = distributed(model, "adacomp")
+    if hvd.rank() == 0:
+        compression.load_state_dict({**compression.state_dict(), "step": 7})
+    with pytest.raises(MismatchError, match=r"at step [18].*load_state_dict"):
+        first_step(model, optimizer, w=random(40, 40))
+
+
+def test_adasum(ranks):
+    if ranks & (ranks - 1):
+        return  # Horovod itself takes it only on a power of two of ranks
+    model = Vectors(w=(40, 40))
+    compression = Compression.adacomp(model.named_parameters())
+    _optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), compression, op=hvd.Adasum
+    )
+    with pytest.raises(ValueError, match="op=Adasum is not supported together with hvd_compress"):
+        model.backward(w=random(40, 40))
+
+
+@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4"])
+def test_join(spec):
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, spec)
+    for step in range(3):
+        first_step(model, optimizer, w=random(40, 40, step=step))
+    if hvd.rank() != 0:
+        with pytest.raises(RuntimeError, match=r"hvd.join\(\) is not supported together with hvd_compress"):
+            first_step(model, optimizer, w=random(40, 40))
+    hvd.join()
