@@ -43,8 +43,8 @@ def _to_be_called(function: F) -> F:
 class Compression:
     """What to pass as ``compression=`` to `hvd.DistributedOptimizer`.
 
-    Each takes ``model.named_parameters()``, the codec's options, and those of `CodecCompressor`, by keyword. Options are checked
-    at once: ValueError names the option, the value and what is allowed.
+    Each takes ``model.named_parameters()``, the codec's options, and those of `CodecCompressor`, by keyword. Options are
+    checked at once: ValueError names the option, the value and what is allowed.
     """
 
     none = _None

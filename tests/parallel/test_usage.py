@@ -370,7 +370,7 @@ def test_stats_count_what_is_sent(ranks):
     model.backward(w=random(100, 100), b=random(50))
     optimizer.step()
     step = compression.stats.step
-    assert 0 < step.of("w").selected < 1000
+    assert 0 < step.of("w").selected < 2000
     residual = compression.state_dict()["residuals"]["w"]
     assert step.residual_norm == pytest.approx(residual.norm().item(), rel=1e-4)
 
