@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
+from hvd_compress.codecs import parse
 from hvd_compress.torch import Compression
 
 CODECS = ["none", "fp16", "adacomp", "qsgd:bits=4", "nuqsgd:bits=4"]
@@ -179,6 +180,8 @@ def main() -> None:
     torch.set_num_threads(1)  # the processes share the cores
 
     specs = args.codec or CODECS
+    for spec in specs:
+        parse(spec)  # a bad one fails now, not when its turn comes
     train_set, test_set = load_data(args.data)
     steps = -(-len(train_set) // (hvd.size() * args.batch_size)) * args.epochs
     first = hvd.rank() == 0

@@ -27,7 +27,7 @@ def guarded(n: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def guards_hold(memory: np.ndarray) -> bool:
-    return all(np.all(side.view(np.uint8) == CANARY) for side in (memory[:GUARD], memory[-GUARD:]))
+    return all(np.all(side.view(np.uint8) == CANARY) for side in (memory[:GUARD], memory[memory.size - GUARD :]))
 
 
 def vector(array: np.ndarray) -> Vector:
@@ -37,7 +37,7 @@ def vector(array: np.ndarray) -> Vector:
 
 def encode(codec: Codec, grad: np.ndarray, residual: np.ndarray | None = None, seed: int = 0) -> Result:
     """Encodes; where the codec has a residual and none is given, it is zero."""
-    n = grad.size
+    n, grad = grad.size, grad.copy()  # which ends where its memory does, for an address sanitizer to see
     memory, out = guarded(codec.max_payload(n), "uint8")
     before = after = None
     left_memory, left = guarded(n, "float32")
@@ -53,6 +53,7 @@ def encode(codec: Codec, grad: np.ndarray, residual: np.ndarray | None = None, s
 
 def add(codec: Codec, payload: np.ndarray, out: np.ndarray, weight: float = 1.0) -> None:
     """Adds to `out` (float32), as `Codec.decode_add`, and checks that nothing around it changes, even where it raises."""
+    payload = payload.copy()
     memory, middle = guarded(out.size, "float32")
     middle[:] = out
     try:

@@ -1,0 +1,89 @@
+"""With one process nothing is compressed, and training is what it would be without us."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+from horovod.torch.compression import Compressor
+
+from hvd_compress.torch import Compression
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod():
+    hvd.init()
+
+
+def trained(compression_of):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = compression_of(model)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), compression
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["plain", "elastic"])
+@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=2", "fp16", "bf16", "none"])
+def test_training_is_dense(spec, elastic, monkeypatch):
+    if elastic:  # Horovod then calls the compressor even in one process
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    expected, _ = trained(lambda model: hvd.Compression.none)
+    got, compression = trained(lambda model: Compression.from_spec(spec, model.named_parameters()))
+    assert torch.equal(got, expected)
+    assert compression.stats.total.bytes_sent == 0
+
+
+def test_all_are_horovods_compressors():
+    parameters = list(torch.nn.Linear(40, 40).named_parameters())
+    for name in ("adacomp", "qsgd", "qsgdinf", "nuqsgd", "fp16", "bf16", "none"):
+        assert isinstance(getattr(Compression, name)(parameters), Compressor)
+    assert issubclass(Compression.none, hvd.Compression.none)
+    assert issubclass(Compression.fp16, hvd.Compression.fp16)
+    assert isinstance(Compression.fp16(), hvd.Compression.fp16)
+    assert isinstance(Compression.from_spec("none"), hvd.Compression.none)
+
+
+def test_options_reach_the_codec():
+    parameters = list(torch.nn.Linear(40, 40).named_parameters())
+    assert str(Compression.adacomp(parameters, bin=100, c=1)) == "adacomp:bin=100,c=1"
+    assert str(Compression.nuqsgd(parameters, bits=3, bucket=64, coding="elias")) == "nuqsgd:bits=3,bucket=64,coding=elias"
+    assert str(Compression.from_spec("qsgd:bits=2", parameters)) == "qsgd:bits=2,bucket=512"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bin": 0}, "bin=0 is not allowed; allowed is a whole number from 1 to 16383"),
+        ({"c": 0.5}, "c=0.5 is not allowed"),
+        ({"min_numel": -1}, "min_numel=-1 is not allowed"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is not allowed"),
+        ({"seed": -1}, "seed=-1 is not allowed"),
+        ({"process_set": 3}, "process_set=3 is not allowed"),
+        ({"grad_scaler": 3}, "grad_scaler=3 is not allowed"),
+        ({"overrides": {"nothing": "none"}}, "the pattern 'nothing' matches no parameter; there are 'weight', 'bias'"),
+        ({"overrides": {"weight": "topq"}}, "no codec is named 'topq'"),
+        ({"overrides": 3}, "overrides=3 is not allowed"),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises(ValueError, match=text):
+        Compression.adacomp(torch.nn.Linear(40, 40).named_parameters(), **options)
+
+
+def test_bad_parameters():
+    with pytest.raises(ValueError, match="the name 'a' twice"):
+        Compression.adacomp([("a", torch.nn.Parameter(torch.zeros(2))), ("a", torch.nn.Parameter(torch.zeros(2)))])
+    with pytest.raises(ValueError, match=r"takes \(name, parameter\) pairs"):
+        Compression.adacomp(torch.nn.Linear(4, 4).parameters())
+    with pytest.raises(TypeError, match="needs parameters"):
+        Compression.from_spec("adacomp")
+
+
+def test_passed_without_being_called():
+    model = torch.nn.Linear(40, 40)
+    with pytest.raises(TypeError, match=r"pass Compression.adacomp\(model.named_parameters\(\)\)"):
+        Compression.adacomp.compress(model.weight)
