@@ -17,7 +17,7 @@ export TF_CPP_MIN_LOG_LEVEL := 3
 export TF_USE_LEGACY_KERAS := 1
 MPI := --mpi --mpi-args="--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
 HOROVODRUN := $(BIN)/horovodrun
-PARALLEL := $(BIN)/python -m pytest -x -q tests/parallel
+PARALLEL := $(BIN)/python -m pytest -x -q --capture=sys tests/parallel
 
 .PHONY: demo test lint setup clean
 

@@ -14,6 +14,7 @@ class BuildKernels(build_ext):
     """Says in a sentence what is missing where there is no compiler."""
 
     def build_extensions(self):
+        """Checks for the compiler, then builds."""
         compiler = shlex.split(os.environ.get("CXX", "")) or getattr(self.compiler, "compiler_cxx", None) or ["g++"]
         if shutil.which(compiler[0]) is None:
             raise SystemExit(

@@ -54,10 +54,9 @@ class Gradients:
         self._pool = torch.empty(elements + self._slack)
         if data == "gaussian":
             self._pool.normal_(generator=generator)
-        else:
-            # Laplace by inversion, variance 1.
-            u = torch.empty_like(self._pool).uniform_(-0.5, 0.5, generator=generator)
-            torch.mul(u.sign(), torch.log1p(-2 * u.abs()), out=self._pool).mul_(-(0.5**0.5))
+        else:  # Laplace of variance 1: the difference of two exponential variables
+            self._pool.exponential_(generator=generator)
+            self._pool.sub_(torch.empty_like(self._pool).exponential_(generator=generator)).mul_(0.5**0.5)
         self._mean = torch.empty(elements).normal_(generator=generator).mul_(0.05)
         self._generator = generator
         self.current = torch.empty(elements)
@@ -164,6 +163,7 @@ def _time_codec(codec: Codec, gradients: Gradients, triad: _Triad) -> Timed:
         encodes.append(time.perf_counter() - start)
         residual, spare = spare, residual
         bytes_of_payload = encoded.bytes
+        assert encoded.finite
         if step >= warm_up:
             start = time.perf_counter()
             codec.decode_add(_vector(payload).slice(0, encoded.bytes), 0.5, _vector(decoded))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from hvd_compress.codecs.adacomp import AdaComp
@@ -57,9 +58,8 @@ def make(name: str, **options: Any) -> Codec:
 def _value(text: str) -> int | float | bool | str:
     if text in ("true", "false"):
         return text == "true"
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            pass
+    if re.fullmatch(r"-?[0-9]+", text):
+        return int(text)
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?|nan|inf", text):
+        return float(text)
     return text

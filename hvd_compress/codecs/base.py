@@ -18,8 +18,8 @@ class Encoded(NamedTuple):
         bytes: Length of the payload.
         selected: Number of elements sent, or None where the codec does not choose.
         residual_norm: L2 norm of the residual that was left, 0 without one.
-        finite: False where the gradient, or its sum with the residual, held Inf or NaN: the payload then decodes to NaN, and
-            `residual_out` is to be thrown away.
+        finite: False where the gradient, or its sum with the residual, held Inf or NaN: the payload then decodes to values
+            that are not finite, and `residual_out` is to be thrown away.
     """
 
     bytes: int
@@ -103,7 +103,7 @@ class Codec:
 
         Raises:
             PayloadError: The payload (uint8) is not one that `encode` wrote for n elements. It is checked before it is used:
-                nothing outside of the two vectors is touched.
+                nothing outside of the two vectors is touched, and `out` not either where the checksum does not match.
         """
         if payload.dtype != "uint8" or out.dtype != "float32":
             raise ValueError(f"decodes uint8 into float32, not {payload.dtype} into {out.dtype}")
@@ -112,6 +112,10 @@ class Codec:
     @cached_property
     def _kernel(self) -> _kernels.Codec:
         return _kernels.Codec(getattr(_kernels.Kind, self.name), **self._kernel_options())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: the options; the kernel is made again."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _kernel_options(self) -> dict[str, Any]:
         return {}

@@ -98,7 +98,12 @@ HVD_INLINE void select_tile(const float* __restrict dw, const float* __restrict 
     store_vector(h + i, soft);
     i += kLanes;
   }
-  s.sum_sq += sum_lanes(sq);
+  double sum_sq = sum_lanes(sq);
+  if (!(sum_sq > 0x1p-60 && sum_sq < 0x1p120)) {  // squares may have left float32's range
+    sum_sq = 0;
+    for (i = 0; i < count; ++i) sum_sq += static_cast<double>(g[i]) * static_cast<double>(g[i]);
+  }
+  s.sum_sq += sum_sq;
 
   size_t written = 0, selected = 0;
   double sum_selected = 0, sum_gmax = 0;
@@ -181,7 +186,7 @@ class AdaComp final : public Codec {
 
   Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t,
                  uint8_t* out) const override {
-    if (!residual_in || !residual_out) throw std::invalid_argument("AdaComp needs a residual");
+    if (n > 0 && (!residual_in || !residual_out)) throw std::invalid_argument("AdaComp needs a residual");
     Selection s;
     uint8_t* words = out + kHeaderBytes;
     (width_ == 1 ? select8 : select16)(grad, dtype, residual_in, residual_out, n, bin_, c_, words, s);
@@ -194,8 +199,9 @@ class AdaComp final : public Codec {
     const size_t count = encoded.finite && s.selected > 0 ? s.words : 0;
     if (count > 0) {
       scatter(words, count, -scale, residual_out, n);
-      const double k = static_cast<double>(s.selected);
-      encoded.residual_sq = std::max(0.0, s.sum_sq + scale * (k * scale - 2 * s.sum_selected));
+      // Of each selected element |G| is replaced by |G| - scale.
+      const double k = static_cast<double>(s.selected), sent = static_cast<double>(scale);
+      encoded.residual_sq = std::max(0.0, s.sum_sq + sent * (k * sent - 2 * s.sum_selected));
     } else {
       encoded.residual_sq = s.sum_sq;
     }

@@ -83,7 +83,7 @@ class Cast final : public Codec {
 
   Encoded encode(const void* grad, DType dtype, const float* residual_in, float*, size_t n, uint64_t,
                  uint8_t* out) const override {
-    if (residual_in) throw std::invalid_argument("a cast keeps no residual");
+    if (n > 0 && residual_in) throw std::invalid_argument("a cast keeps no residual");
     Encoded encoded;
     encoded.bytes = max_payload(n);
     encoded.finite = encode_any(kind_, grad, dtype, n, out + kChecksumBytes) < static_cast<int32_t>(kInfinity);

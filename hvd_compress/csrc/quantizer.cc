@@ -273,7 +273,7 @@ class Quantizer final : public Codec {
 
   Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
                  uint8_t* out) const override {
-    if (feedback_ != (residual_in != nullptr) || feedback_ != (residual_out != nullptr))
+    if (n > 0 && (feedback_ != (residual_in != nullptr) || feedback_ != (residual_out != nullptr)))
       throw std::invalid_argument("a quantizer has a residual under error feedback, and only then");
     const auto run = coding_ == Coding::kFixed ? &Quantizer::encode_with<FixedWriter> : &Quantizer::encode_with<EliasWriter>;
     Encoded encoded;

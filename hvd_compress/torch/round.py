@@ -79,7 +79,8 @@ class Bucket:
         if round.repeat:
             writer.flags |= Flags.REPEAT
         length = writer.finish(digest, round.step)
-        name = f"bucket.{self._index}" + (".late" if late else "")
+        # Only a second message has another name: a rank whose plan alone has changed must still meet the others.
+        name = f"bucket.{self._index}" + (".late" if (self._index, False) in round.messages else "")
         round.messages[self._index, late] = InFlight(exchange, name, writer.buffer[:length])
 
     def flush(self, round: Round, exchange: Exchange, digest: int) -> None:

@@ -1,4 +1,4 @@
-"""Every rank runs every test here: horovodrun -np 2 python -m pytest -x tests/parallel.
+"""Every rank runs every test here: horovodrun -np 2 python -m pytest -x --capture=sys tests/parallel.
 
 Rank 0 reports; the others speak only of what failed. A test that takes too long ends its process, and with it all ranks.
 """
@@ -30,7 +30,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _time_out():
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -1,11 +1,16 @@
 """Ranks that do not agree, and what is not supported: an error on every rank, with a sentence, within the first step."""
 
+import time
+import warnings
+
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import Vectors, distributed, random
+from helpers import Vectors, assert_equal_on_all_ranks, distributed, random
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.plan
+import hvd_compress.torch.compressor
 from hvd_compress.torch import Compression, MismatchError
 
 pytestmark = pytest.mark.gloo
@@ -106,3 +111,48 @@ def test_join(spec):
         with pytest.raises(RuntimeError, match=r"hvd.join\(\) is not supported together with hvd_compress"):
             first_step(model, optimizer, w=random(40, 40))
     hvd.join()
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    monkeypatch.setattr(hvd_compress.torch.compressor, "PLAN_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_codec_that_only_one_rank_has_changed():
+    model = Vectors(w=(40, 40))
+    optimizer, compression = distributed(model, "adacomp")
+    first_step(model, optimizer, w=random(40, 40))
+    if hvd.rank() == 0:
+        compression.set_codec("qsgd:bits=4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(MismatchError, match=r"has another plan than rank .*Was set_codec\(\) called on every rank"):
+            first_step(model, optimizer, w=random(40, 40))
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_rank_that_comes_late_is_waited_for():
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, "adacomp")
+    if hvd.rank() == 1:
+        time.sleep(1)
+        first_step(model, optimizer, w=random(40, 40))
+    else:
+        with pytest.warns(UserWarning, match="have announced their compression"):
+            first_step(model, optimizer, w=random(40, 40))
+    first_step(model, optimizer, w=random(40, 40))
+    assert_equal_on_all_ranks(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:not all")
+@pytest.mark.usefixtures("_impatient")
+def test_rank_without_our_compression():
+    """Horovod itself then finds that the shapes differ: an error on every rank, and no hang."""
+    model = Vectors(w=(40, 40))
+    compression = Compression.adacomp(model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), mine(compression, hvd.Compression.none)
+    )
+    with pytest.raises(HorovodInternalError, match=r"(?i)mismatched allreduce tensor shapes"):
+        first_step(model, optimizer, w=random(40, 40))

@@ -283,6 +283,19 @@ def test_optimizer_state_dict_and_load_state_dict():
     assert torch.equal(weights(model), expected)
 
 
+def test_step_that_load_state_dict_drops_leaves_no_trace():
+    expected, _ = run(steps=4)
+    model = convnet()
+    optimizer, _ = distributed(model, "adacomp", bucket_bytes=20_000)
+    train(model, optimizer, 2)
+    loss_of(model, 77).backward()
+    gather(None)  # all ranks have enqueued their gradients
+    time.sleep(0.2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2, first=2)
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
+
+
 def test_changing_the_codec_keeps_or_sends_the_residual(ranks):
     model = Vectors(w=(40, 40))
     optimizer, compression = distributed(model, "adacomp")

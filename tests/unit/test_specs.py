@@ -1,7 +1,9 @@
 """The grammar of specs, and codecs as values."""
 
+import copy
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -184,3 +186,17 @@ def test_adacomp_chooses_its_bin_from_the_shape(shape, bin):
 def test_the_others_take_any_shape(spec):
     assert parse(spec).for_shape((8, 3, 5, 5)) == parse(spec)
     assert parse(spec).has_residual == ("feedback=true" in spec)
+
+
+@pytest.mark.parametrize("spec", ["adacomp:bin=50,c=2", "qsgd:bits=4,bucket=512", "none"])
+def test_copies_and_pickles_after_use(spec):
+    codec = parse(spec)
+    assert codec.max_payload(10) > 0
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert copy.deepcopy(codec).max_payload(10) == codec.max_payload(10)
+
+
+@pytest.mark.parametrize("value", ["5_12", "٤", " ", "0x10", "1e", "--3"])
+def test_numbers_are_plain(value):
+    with pytest.raises(ValueError, match=r"bucket|key=value"):
+        parse(f"qsgd:bucket={value}")
