@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvd_compress._version import __version__
 from hvd_compress.codecs import Codec, Identity, parse
 from hvd_compress.message import WIRE_VERSION
@@ -152,11 +154,29 @@ class Plan:
             },
         }
 
+    def announcement(self) -> np.ndarray:
+        """The description as bytes (uint8), for `compare_announcements`."""
+        text = json.dumps(self.description).encode()
+        return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
+
     @cached_property
     def digest(self) -> int:
         """64 bits that two plans share only if their descriptions, the order of parameters included, are equal."""
         text = json.dumps(self.description).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def compare_announcements(data: np.ndarray, ranks: int) -> None:
+    """Raises MismatchError, which names the difference, where the ranks' announcements, one behind the other, differ."""
+    rest = data.tobytes()
+    descriptions = {}
+    for rank in range(ranks):
+        length = int.from_bytes(rest[:8], "little")
+        descriptions[rank] = json.loads(rest[8 : 8 + length])
+        rest = rest[8 + length :]
+    found = difference(descriptions)
+    if found is not None:
+        raise MismatchError(f"the ranks do not compress alike: {found}")
 
 
 def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:

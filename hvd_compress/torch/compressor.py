@@ -10,7 +10,7 @@ the first message of a plan it lets the ranks compare their plans.
 
 from __future__ import annotations
 
-import json
+import math
 import time
 import warnings
 import weakref
@@ -18,17 +18,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from horovod.torch.compression import Compressor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvd_compress import _kernels
+from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
-from hvd_compress._version import __version__
 from hvd_compress.codecs import Codec, parse
 from hvd_compress.message import Flags, Message, MessageWriter
-from hvd_compress.plan import MismatchError, Plan, Policy, difference
+from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
 from hvd_compress.torch.exchange import Exchange, Gathered
 from hvd_compress.torch.round import Bucket, Context, Round
@@ -38,7 +36,6 @@ from hvd_compress.vector import Vector
 BUCKET_BYTES = 25 * 2**20
 PLAN_SECONDS = 10.0
 """How long the first `compress` waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
-STATE_FORMAT = 1
 
 _alive: weakref.WeakSet[CodecCompressor] = weakref.WeakSet()
 _made: dict[int, int] = {}
@@ -105,7 +102,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
         self._step = 0  # rounds begun
         self._round: Round | None = None
-        self._pending: list[Slot] = []  # whose last residuals are undone if no optimizer uses the result
+        self._pending: set[Slot] = set()  # whose last residuals are undone if no optimizer uses the result
         self._recent: Slot | None = None  # whose gradient backward has just produced
         self._cursor = 0  # of the search where it was not that one
         self._backward_ran = False  # since the last round's results were handed out
@@ -200,8 +197,9 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         """Forgets a round whose results nobody asked for: Horovod dropped it, as its optimizer's load_state_dict() does."""
         if not all(message.poll(PLAN_SECONDS) for message in round.messages.values()):
             raise RuntimeError("a step was dropped between backward and optimizer.step() while other ranks still waited for it")
-        for slot in round.slots:
-            slot.undo()
+        if not round.repeat:
+            for slot in round.slots:
+                slot.undo()
 
     def _begin(self, slot: Slot, tensor: torch.Tensor) -> Round:
         repeat = self._ever_backward and not self._backward_ran and not slot.stepped and slot.is_result(tensor)
@@ -215,8 +213,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             self._follow_scale()
         self._agree()
         if self._round is not None:
-            for message in self._round.messages.values():  # their memory is used again
-                message.wait()
+            for message in self._round.messages.values():
+                message.drain()  # its memory is used again
         self._step += 1
         self._round = Round(self._step, repeat)
         for bucket in self._buckets:
@@ -242,7 +240,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             if round.nonfinite:
                 slot.undo()
         if not round.nonfinite:
-            self._pending.extend(round.slots)
+            self._pending |= round.slots
 
     def _settle(self) -> None:
         """Decides on the last round's residuals: kept, or undone where no optimizer has used the round's result.
@@ -250,10 +248,12 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         That is so where GradScaler has skipped the step, or where another optimizer's backward (a GAN's generator's) passed
         through our parameters. Where no optimizer of torch's ever steps on them, the results are taken as used.
         """
-        for slot in self._pending:
-            if slot.ever_stepped and not slot.stepped:
-                slot.undo()
-        self._pending = []
+        for slot in self._unused():
+            slot.undo()
+        self._pending = set()
+
+    def _unused(self) -> set[Slot]:
+        return {slot for slot in self._pending if slot.ever_stepped and not slot.stepped}
 
     def _follow_scale(self) -> None:
         """Residuals are in units of the loss scale: where it has changed, they change alike (by a power of 2: exactly)."""
@@ -312,8 +312,9 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             return context.grad
 
         start = time.perf_counter()
-        # A stand-in of 1 is a mean, one of n a sum; predivided, it may be off by a rounding.
-        whole = round_to_whole(stand_in)
+        # The stand-in says what Horovod's op made of 1: a mean, or a sum over n. Predivided, it may be off by a rounding.
+        nearest = math.floor(stand_in + 0.5)
+        whole = nearest if nearest > 0 and abs(stand_in - nearest) < 1e-3 else stand_in
         if context.flat is not None and context.flat.dtype == torch.float32:
             total = context.flat.zero_()
         else:
@@ -396,6 +397,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         is given.
         """
         self._between_steps("set_codec()")
+        self._settle()
         old = self._plan.policy
         self._set_plan(Policy(parse(codec), old.min_numel, old.overrides if overrides is None else overrides))
 
@@ -404,9 +406,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if self._agreed:
             return
         if self._announced is None:
-            text = json.dumps(self._plan.description).encode()
-            data = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
-            self._announced = self._exchange.allgather_async(f"plan.{self._plans}", data)
+            self._announced = self._exchange.allgather_async(f"plan.{self._plans}", self._plan.announcement())
             self._plans += 1
             if not self._announced.poll(PLAN_SECONDS):
                 self._warn(
@@ -415,26 +415,14 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                     "and an optimizer's process_set must be given to the compression too."
                 )
         if self._announced.poll():
-            self._compare()
+            compare_announcements(self._announced.wait(), self._exchange.size)
             self._agreed = True
-
-    def _compare(self) -> None:
-        assert self._announced is not None
-        data = self._announced.wait().tobytes()
-        descriptions = {}
-        for rank in range(self._exchange.size):
-            length = int.from_bytes(data[:8], "little")
-            descriptions[rank] = json.loads(data[8 : 8 + length])
-            data = data[8 + length :]
-        found = difference(descriptions)
-        if found is not None:
-            raise MismatchError(f"the ranks do not compress alike: {found}")
 
     def _check(self, round: Round, messages: list[Message]) -> None:
         for rank, message in enumerate(messages):
             if message.digest != self._plan.digest:
                 if self._announced is not None and self._announced.poll():
-                    self._compare()
+                    compare_announcements(self._announced.wait(), self._exchange.size)
                 raise MismatchError(
                     f"the ranks do not compress alike: rank {rank} has another plan than rank {self._exchange.rank} ({self}). "
                     "Was set_codec() called on every rank?"
@@ -456,69 +444,42 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         and what they belong to: world size, rank, specs.
         """
         self._between_steps("state_dict()")
+        unused = self._unused()  # of a step that the optimizer has not made: as if it had not been
+        residuals = {slot.name: slot.spare if slot in unused else slot.residual for slot in self._slots}
         return {
-            "format": STATE_FORMAT,
-            "version": __version__,
-            **self._identity(),
+            **state.identity(self._plan, self._exchange.size, self._exchange.rank),
             "seed": self._seed,
             "step": self._step,
             "scale": self._scale,
-            "residuals": {s.name: s.unflatten(s.residual).clone() for s in self._slots if s.residual is not None},
+            "residuals": {s.name: s.unflatten(r).clone() for s in self._slots if (r := residuals[s.name]) is not None},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Takes up where `state_dict` left off; a resumed run is then bitwise the run that never stopped.
 
         Args:
-            state: Of the same rank, world size, model and specs.
+            state_dict: Of the same rank, world size, model and specs.
             strict: False: where something of that differs, the residuals start at zero again, and a warning says so.
 
         Raises:
             ValueError: Something differs, and `strict` is true; the text names it.
         """
         self._between_steps("load_state_dict()")
-        if state.get("format") != STATE_FORMAT:
-            raise ValueError(f"state_dict has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
-        found = _state_difference(self._identity(), state)
+        found = state.difference(state.identity(self._plan, self._exchange.size, self._exchange.rank), state_dict)
         if found is not None:
             if strict:
                 raise ValueError(f"the state is of another run: {found}. strict=False restarts the residuals at zero")
             warnings.warn(f"the state is of another run: {found}. The residuals restart at zero.", stacklevel=2)
         for slot in self._slots:
-            saved = None if found is not None else state["residuals"].get(slot.name)
-            slot.set_residual(saved)
-        self._seed = state["seed"]
-        self._step = state["step"]
-        self._scale = state["scale"]
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "world_size": self._exchange.size,
-            "rank": self._exchange.rank,
-            "spec": str(self),
-            "parameters": {s.parameter.name: [list(s.parameter.shape), str(s.codec)] for s in self._plan.segments},
-        }
+            slot.set_residual(state_dict["residuals"].get(slot.name) if found is None else None)
+        self._pending = set()
+        self._seed = state_dict["seed"]
+        self._step = state_dict["step"]
+        self._scale = state_dict["scale"]
 
     def _between_steps(self, what: str) -> None:
         if self._round is not None and self._round.open:
             raise RuntimeError(f"{what} between backward and optimizer.step(): call it after step()")
-        self._settle()
-
-
-def round_to_whole(value: float) -> float:
-    """A stand-in that has come back, free of rounding; a fraction (some ranks have joined) stays one."""
-    return float(round(value)) if abs(value - round(value)) < 1e-3 and round(value) > 0 else value
-
-
-def _state_difference(mine: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    for key, word in (("world_size", "world size"), ("rank", "rank"), ("spec", "spec")):
-        if mine[key] != state[key]:
-            return f"its {word} is {state[key]!r}, here it is {mine[key]!r}"
-    for name in [*mine["parameters"], *state["parameters"]]:
-        here, there = mine["parameters"].get(name), state["parameters"].get(name)
-        if here != there:
-            return f"parameter {name!r} is {there or 'not there'} in it, and {here or 'not there'} here"
-    return None
 
 
 def _on_any_step(optimizer: Any, *_: Any) -> None:

@@ -91,6 +91,10 @@ class InFlight:
         """Whether it is there, or comes within that time."""
         return self._gathered.poll(seconds)
 
+    def drain(self) -> None:
+        """Waits without asking for the result; where it has failed already, that was said then."""
+        self._gathered.wait()
+
     def wait(self) -> tuple[np.ndarray, list[Message]]:
         """The bytes of all ranks, and the message of each in them."""
         data = self._gathered.wait()

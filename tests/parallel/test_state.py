@@ -96,3 +96,30 @@ def test_state_belongs_to_the_rank_and_is_a_copy():
         compression.state_dict()
     optimizer.step()
     assert torch.equal(state["residuals"]["w"], kept)
+
+
+def test_state_between_synchronize_and_step_is_of_the_parameters_as_they_are():
+    """The step is not made yet, so the saved residuals are those before it; the running job goes on undisturbed."""
+
+    def run(save):
+        model = Vectors(w=(40, 40))
+        optimizer, compression = distributed(model, "adacomp")
+        residuals = []
+        for step in range(4):
+            optimizer.zero_grad()
+            model.backward(w=random(40, 40, step=step))
+            optimizer.synchronize()
+            if save and step == 3:
+                residuals.append(compression.state_dict()["residuals"]["w"])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if step >= 2:
+                residuals.append(compression.state_dict()["residuals"]["w"])
+        return model.w.detach(), residuals
+
+    weights, (before, after) = run(save=False)
+    again, (kept, between, last) = run(save=True)
+    assert torch.equal(weights, again)
+    assert torch.equal(before, kept)
+    assert torch.equal(before, between)
+    assert torch.equal(after, last)

@@ -1,0 +1,41 @@
+"""What a saved state belongs to: it is of use only to the same rank of the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_compress._version import __version__
+from hvd_compress.plan import Plan
+
+FORMAT = 1
+
+
+def identity(plan: Plan, world_size: int, rank: int) -> dict[str, Any]:
+    """The part of a state that says whose it is, as plain data."""
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "world_size": world_size,
+        "rank": rank,
+        "spec": str(plan.policy.codec),
+        "parameters": {s.parameter.name: [list(s.parameter.shape), str(s.codec)] for s in plan.segments},
+    }
+
+
+def difference(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """The first thing in which a saved state is of another job or rank, in words; None where it is ours.
+
+    Raises:
+        ValueError: It is no state that this version can read.
+    """
+    if saved.get("format") != FORMAT:
+        raise ValueError(f"the state has format {saved.get('format')!r}, this version of hvd_compress reads {FORMAT}")
+    for key, word in (("world_size", "world size"), ("rank", "rank"), ("spec", "spec")):
+        if mine[key] != saved[key]:
+            return f"its {word} is {saved[key]!r}, here it is {mine[key]!r}"
+    for name in [*mine["parameters"], *saved["parameters"]]:
+        here, there = mine["parameters"].get(name), saved["parameters"].get(name)
+        if here != there:
+            return f"parameter {name!r} is {there or 'not there'} in it, and {here or 'not there'} here"
+    return None
