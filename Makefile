@@ -9,13 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # The versions that are tried together.
-FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.* tf_keras==2.21.*
+FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.*
 
 # More ranks than cores: Open MPI must yield while it waits, and each rank computes on one thread.
 export OMP_NUM_THREADS := 1
 export TF_CPP_MIN_LOG_LEVEL := 3
-export TF_USE_LEGACY_KERAS := 1
-MPI := --mpi --mpi-args="--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
+MPI := --mpi --mpi-args="--oversubscribe --bind-to none --mca mpi_yield_when_idle 1 --mca orte_tag_output 0"
 HOROVODRUN := $(BIN)/horovodrun
 PARALLEL := $(BIN)/python -m pytest -x -q --capture=sys tests/parallel
 
