@@ -67,6 +67,9 @@ class Policy:
             raise ValueError(f"min_numel={self.min_numel!r} is not allowed; allowed is a whole number from 0 on")
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides={self.overrides!r} is not allowed; allowed is a dict of name pattern to spec")
+        for pattern in self.overrides:
+            if not isinstance(pattern, str):
+                raise ValueError(f"overrides: the pattern {pattern!r} is not allowed; allowed is a string")
         object.__setattr__(self, "overrides", {pattern: parse(spec) for pattern, spec in self.overrides.items()})
 
     def codec_for(self, parameter: Parameter) -> Codec:

@@ -23,14 +23,25 @@ def identity(plan: Plan, world_size: int, rank: int) -> dict[str, Any]:
     }
 
 
-def difference(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """The first thing in which a saved state is of another job or rank, in words; None where it is ours.
-
-    Raises:
-        ValueError: It is no state that this version can read.
-    """
+def check(saved: Any) -> None:
+    """Raises ValueError where that is nothing that a compression's state_dict() gave, or one that this version cannot read."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state is a {type(saved).__name__}, not what a compression's state_dict() gives")
     if saved.get("format") != FORMAT:
         raise ValueError(f"the state has format {saved.get('format')!r}, this version of hvd_compress reads {FORMAT}")
+    kinds = {"world_size": int, "rank": int, "spec": str, "seed": int, "step": int, "stepped": bool}
+    kinds |= dict.fromkeys(("parameters", "scales", "residuals"), dict)
+    for key, kind in kinds.items():
+        if not isinstance(saved.get(key), kind):
+            raise ValueError(f"the state's {key!r} is {saved.get(key)!r}, not what a compression's state_dict() gives")
+    for name, residual in saved["residuals"].items():
+        expected = saved["parameters"].get(name, [None])[0]
+        if list(residual.shape) != expected:
+            raise ValueError(f"the state's residual of {name!r} has shape {list(residual.shape)}, its parameter {expected}")
+
+
+def difference(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """The first thing in which a saved state is of another job or rank, in words; None where it is ours."""
     for key, word in (("world_size", "world size"), ("rank", "rank"), ("spec", "spec")):
         if mine[key] != saved[key]:
             return f"its {word} is {saved[key]!r}, here it is {mine[key]!r}"

@@ -58,8 +58,8 @@ def make(name: str, **options: Any) -> Codec:
 def _value(text: str) -> int | float | bool | str:
     if text in ("true", "false"):
         return text == "true"
-    if re.fullmatch(r"-?[0-9]+", text):
+    if re.fullmatch(r"[+-]?[0-9]+", text):
         return int(text)
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?|nan|inf", text):
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", text):
         return float(text)
     return text

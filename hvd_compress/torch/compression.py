@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -15,18 +17,27 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _compression(codec: str | Codec, named_parameters: NamedParameters, options: dict[str, Any]) -> CodecCompressor:
+    codec = parse(codec)
+    known = [*(field.name for field in dataclasses.fields(codec)), *list(inspect.signature(CodecCompressor).parameters)[2:]]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{codec.name}: unknown option {option!r}: there are {', '.join(known)}")
+    return CodecCompressor(codec, named_parameters, **options)
+
+
 class _None(NoneCompressor):  # type: ignore[misc]
     """No compression. As it is, Horovod's own; called with ``model.named_parameters()``, a compression with `stats`."""
 
     def __new__(cls, named_parameters: NamedParameters | None = None, **options: Any) -> Any:
-        return super().__new__(cls) if named_parameters is None else CodecCompressor("none", named_parameters, **options)
+        return super().__new__(cls) if named_parameters is None else _compression("none", named_parameters, options)
 
 
 class _FP16(FP16Compressor):  # type: ignore[misc]
     """Half precision. As it is, Horovod's own; called with ``model.named_parameters()``, a compression with `stats`."""
 
     def __new__(cls, named_parameters: NamedParameters | None = None, **options: Any) -> Any:
-        return super().__new__(cls) if named_parameters is None else CodecCompressor("fp16", named_parameters, **options)
+        return super().__new__(cls) if named_parameters is None else _compression("fp16", named_parameters, options)
 
 
 def _to_be_called(function: F) -> F:
@@ -54,7 +65,7 @@ class Compression:
     @_to_be_called
     def bf16(named_parameters: NamedParameters, **options: Any) -> CodecCompressor:
         """bfloat16 on the wire, summed in float32."""
-        return CodecCompressor(make("bf16"), named_parameters, **options)
+        return _compression("bf16", named_parameters, options)
 
     @staticmethod
     @_to_be_called
@@ -62,7 +73,7 @@ class Compression:
         named_parameters: NamedParameters, *, bin: int | None = None, c: float = 2.0, **options: Any
     ) -> CodecCompressor:
         """AdaComp, see `hvd_compress.codecs.AdaComp`: about 40 times fewer bytes for convolutions, 200 for other layers."""
-        return CodecCompressor(make("adacomp", bin=bin, c=c), named_parameters, **options)
+        return _compression(make("adacomp", bin=bin, c=c), named_parameters, options)
 
     @staticmethod
     @_to_be_called
@@ -77,7 +88,7 @@ class Compression:
     ) -> CodecCompressor:
         """QSGD, see `hvd_compress.codecs.QSGD`: 32 / bits times fewer bytes, unbiased."""
         codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
-        return CodecCompressor(codec, named_parameters, **options)
+        return _compression(codec, named_parameters, options)
 
     @staticmethod
     @_to_be_called
@@ -92,7 +103,7 @@ class Compression:
     ) -> CodecCompressor:
         """QSGD with the maximum norm, see `hvd_compress.codecs.QSGDInf`."""
         codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
-        return CodecCompressor(codec, named_parameters, **options)
+        return _compression(codec, named_parameters, options)
 
     @staticmethod
     @_to_be_called
@@ -107,7 +118,7 @@ class Compression:
     ) -> CodecCompressor:
         """NUQSGD, see `hvd_compress.codecs.NUQSGD`: as QSGD, with levels that are finer near zero."""
         codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
-        return CodecCompressor(codec, named_parameters, **options)
+        return _compression(codec, named_parameters, options)
 
     @staticmethod
     @_to_be_called
@@ -124,5 +135,7 @@ class Compression:
         if named_parameters is None:
             if codec.allreduce_dtype is None:
                 raise TypeError(f"{codec} needs parameters: Compression.from_spec(spec, model.named_parameters())")
+            if options:
+                raise ValueError(f"{codec} without parameters is Horovod's own and has no option {next(iter(options))!r}")
             return _None() if codec.name == "none" else _FP16()
-        return CodecCompressor(codec, named_parameters, **options)
+        return _compression(codec, named_parameters, options)

@@ -28,9 +28,9 @@ from hvd_compress.codecs import Codec, parse
 from hvd_compress.message import Flags, Message, MessageWriter
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
-from hvd_compress.torch.exchange import Exchange, Gathered
+from hvd_compress.torch.exchange import Exchange, Gathered, StandIn
 from hvd_compress.torch.round import Bucket, Context, Round
-from hvd_compress.torch.slot import Slot, make_slots, vector
+from hvd_compress.torch.slot import Slot, make_slots, sample, vector
 from hvd_compress.vector import Vector
 
 BUCKET_BYTES = 25 * 2**20
@@ -90,7 +90,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._bucket_bytes = bucket_bytes
         self._seed = seed
         self._grad_scaler = grad_scaler
-        self._scale: float | None = None  # the loss scale that the residuals are in
         self.stats = Stats()
         self._set_plan(policy)
 
@@ -102,7 +101,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
         self._step = 0  # rounds begun
         self._round: Round | None = None
-        self._pending: set[Slot] = set()  # whose last residuals are undone if no optimizer uses the result
         self._recent: Slot | None = None  # whose gradient backward has just produced
         self._cursor = 0  # of the search where it was not that one
         self._backward_ran = False  # since the last round's results were handed out
@@ -110,7 +108,11 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._optimizers: weakref.WeakKeyDictionary[Any, list[Slot]] = weakref.WeakKeyDictionary()
         _alive.add(self)
         for slot in self._slots:
-            weakref.finalize(self, slot.watch(weakref.WeakMethod(self._on_backward)).remove)
+            weakref.finalize(self, slot.watch(weakref.WeakMethod(self._on_backward)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """It belongs to one optimizer, and its messages may be under way."""
+        raise TypeError("a compression cannot be copied or pickled: make another one, and use state_dict()")
 
     def __str__(self) -> str:
         """The spec."""
@@ -150,7 +152,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 self._encode(context)
             if not context.late and bucket.is_full(round):
                 bucket.send(False, round, self._exchange, self._plan.digest)
-            return slot.stand_in(tensor), context
+            return StandIn.make(tensor, self._exchange.rank, self._exchange.size), context
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The mean or sum of a gradient over the ranks, written to the gradient's own memory.
@@ -164,7 +166,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
         Raises:
             PayloadError: A rank's message is damaged.
-            RuntimeError: A rank has called hvd.join().
+            RuntimeError: A rank has called hvd.join(), or the gradient was changed since `compress`.
+            ValueError: The op is neither Average nor Sum.
         """
         if ctx is None:
             return tensor
@@ -172,14 +175,14 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         with torch.no_grad():
             self._flush(round)
             if ctx.slot.segment.bucket is None:
-                result = ctx.grad if tensor is ctx.grad else ctx.grad.copy_(tensor)
+                self._finish_dense(ctx, tensor)
             else:
-                result = self._decode(ctx, float(tensor.item()))
-            ctx.slot.remember_result(ctx.grad)
+                self._decode(ctx, tensor)
+            ctx.slot.hand_out(ctx.grad)
             round.open -= 1
             if round.open == 0:
                 self._close(round)
-        return result
+        return ctx.grad  # type: ignore[no-any-return]
 
     # --- a round
 
@@ -191,14 +194,18 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             round = self._begin(slot, tensor)
         round.slots.add(slot)
         round.open += 1
+        if not round.repeat:
+            slot.decide(tensor)
+            slot.follow_scale(round.scale)
+            slot.round = round
         return round
 
     def _drop(self, round: Round) -> None:
         """Forgets a round whose results nobody asked for: Horovod dropped it, as its optimizer's load_state_dict() does."""
         if not all(message.poll(PLAN_SECONDS) for message in round.messages.values()):
             raise RuntimeError("a step was dropped between backward and optimizer.step() while other ranks still waited for it")
-        if not round.repeat:
-            for slot in round.slots:
+        for slot in round.slots:
+            if slot.round is round:
                 slot.undo()
 
     def _begin(self, slot: Slot, tensor: torch.Tensor) -> Round:
@@ -208,15 +215,13 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 "optimizer.step() or synchronize() was called again without a backward pass since the last synchronize(): the "
                 "gradients are left as they are. After synchronize(), call step() inside optimizer.skip_synchronize()."
             )
-        else:
-            self._settle()
-            self._follow_scale()
         self._agree()
         if self._round is not None:
             for message in self._round.messages.values():
                 message.drain()  # its memory is used again
         self._step += 1
-        self._round = Round(self._step, repeat)
+        scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+        self._round = Round(self._step, repeat, scale)
         for bucket in self._buckets:
             bucket.clear()
         return self._round
@@ -231,40 +236,12 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     def _close(self, round: Round) -> None:
         for bucket in self._buckets:
             bucket.expect(round)
-        self.stats.finish(round.record)
         self._backward_ran = False
-        if round.repeat:
-            return
         for slot in round.slots:
-            slot.stepped = False
-            if round.nonfinite:
+            if round.nonfinite and slot.round is round:  # on some rank; every rank takes the whole step back
                 slot.undo()
-        if not round.nonfinite:
-            self._pending |= round.slots
-
-    def _settle(self) -> None:
-        """Decides on the last round's residuals: kept, or undone where no optimizer has used the round's result.
-
-        That is so where GradScaler has skipped the step, or where another optimizer's backward (a GAN's generator's) passed
-        through our parameters. Where no optimizer of torch's ever steps on them, the results are taken as used.
-        """
-        for slot in self._unused():
-            slot.undo()
-        self._pending = set()
-
-    def _unused(self) -> set[Slot]:
-        return {slot for slot in self._pending if slot.ever_stepped and not slot.stepped}
-
-    def _follow_scale(self) -> None:
-        """Residuals are in units of the loss scale: where it has changed, they change alike (by a power of 2: exactly)."""
-        if self._grad_scaler is None:
-            return
-        scale = float(self._grad_scaler.get_scale())
-        if self._scale is not None and scale != self._scale:
-            for slot in self._slots:
-                if slot.residual is not None:
-                    slot.residual.mul_(scale / self._scale)
-        self._scale = scale
+            round.record.of(slot.name).residual_sq = slot.residual_sq
+        self.stats.finish(round.record)
 
     # --- encode and decode
 
@@ -277,9 +254,16 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         elif tensor.dtype == torch.bfloat16:  # Horovod does not reduce it
             tensor = tensor.to(torch.float32)
         counters = context.round.record.of(slot.name)
-        counters.bytes_dense = self._ring * slot.segment.parameter.nbytes
+        counters.bytes_dense = self._ring * grad.numel() * grad.element_size()
         counters.bytes_sent = self._ring * tensor.numel() * tensor.element_size()
         return tensor.contiguous()
+
+    def _finish_dense(self, context: Context, reduced: torch.Tensor) -> None:
+        if reduced is not context.grad:
+            context.grad.copy_(reduced)
+        # GradScaler will skip the step on its account too. Without residuals there is nothing to undo.
+        if self._has_residuals and reduced.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(reduced, math.inf)):
+            context.round.nonfinite = True
 
     def _encode(self, context: Context) -> None:
         slot, round = context.slot, context.round
@@ -287,20 +271,24 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         assert slot.segment.bucket is not None
         writer = self._buckets[slot.segment.bucket].writer(context.late)
         flat, context.flat = slot.flatten(context.grad)
-        seed = _kernels.mix_seed(self._seed, self._exchange.rank, round.step, slot.segment.index)
-        encoded = slot.encode(flat, seed, writer.room())
-        writer.add(slot.segment.index, encoded.bytes)
-        if not encoded.finite:
-            writer.flags |= Flags.NONFINITE
+        context.sample = sample(context.flat)
         counters = round.record.of(slot.name)
-        counters.bytes_dense = self._ring * slot.segment.parameter.nbytes
+        payload_bytes = 0
+        if not slot.parameter.requires_grad:  # Horovod sends zeros for a frozen one too: its residual must not move it
+            slot.keep()
+        else:
+            seed = _kernels.mix_seed(self._seed, self._exchange.rank, round.step, slot.segment.index)
+            encoded = slot.encode(flat, seed, writer.room())
+            payload_bytes, counters.selected = encoded.bytes, encoded.selected
+            if not encoded.finite:
+                writer.flags |= Flags.NONFINITE
+        writer.add(slot.segment.index, payload_bytes)
+        counters.bytes_dense = self._ring * flat.numel() * flat.element_size()
         overhead = MessageWriter.ENTRY_BYTES + (MessageWriter.HEADER_BYTES if writer.segments == 1 else 0)
-        counters.bytes_sent = (self._exchange.size - 1) * (encoded.bytes + overhead) + self._ring * slot.stand_in_bytes
-        counters.selected = encoded.selected
-        counters.residual_sq = encoded.residual_norm**2
+        counters.bytes_sent = (self._exchange.size - 1) * (payload_bytes + overhead) + self._ring * StandIn.BYTES
         counters.encode_s = time.perf_counter() - start
 
-    def _decode(self, context: Context, stand_in: float) -> torch.Tensor:
+    def _decode(self, context: Context, stand_in: torch.Tensor) -> None:
         slot, round = context.slot, context.round
         counters = round.record.of(slot.name)
         start = time.perf_counter()
@@ -308,13 +296,16 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         data, messages = round.messages[slot.segment.bucket, context.late].wait()
         counters.wait_s = time.perf_counter() - start
         self._check(round, messages)
+        weight = StandIn.read(stand_in, len(messages)) / len(messages)
         if all(message.flags & Flags.REPEAT for message in messages):
-            return context.grad
-
+            return
+        if context.sample is not None and not torch.equal(context.sample, sample(context.flat)):  # type: ignore[arg-type]
+            raise RuntimeError(
+                f"the gradient of {slot.name!r} was changed between backward and synchronize(), which would be lost. Call "
+                "optimizer.synchronize() first, then GradScaler.unscale_() or clip_grad_norm_(), then step() inside "
+                "optimizer.skip_synchronize()."
+            )
         start = time.perf_counter()
-        # The stand-in says what Horovod's op made of 1: a mean, or a sum over n. Predivided, it may be off by a rounding.
-        nearest = math.floor(stand_in + 0.5)
-        whole = nearest if nearest > 0 and abs(stand_in - nearest) < 1e-3 else stand_in
         if context.flat is not None and context.flat.dtype == torch.float32:
             total = context.flat.zero_()
         else:
@@ -326,11 +317,11 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             if slot.segment.index not in message.payloads:
                 raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
             payload = bytes_of_all.slice(*message.payloads[slot.segment.index])
-            slot.segment.codec.decode_add(payload, whole / len(messages), vector(total))
+            if payload.length > 0:
+                slot.segment.codec.decode_add(payload, weight, vector(total))
         if total is not context.flat:
             context.grad.copy_(slot.unflatten(total))
         counters.decode_s = time.perf_counter() - start
-        return context.grad
 
     @property
     def _ring(self) -> float:
@@ -351,8 +342,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 return self._slots[i % count]
         if any(slot.parameter is tensor for slot in self._slots):
             raise ValueError(
-                "op=Adasum is not supported together with hvd_compress: it combines changes of the weights, not gradients. "
-                "Use op=hvd.Average or op=hvd.Sum."
+                "a parameter itself was to be compressed, not its gradient. If it is the optimizer that does so: op=Adasum is "
+                "not supported together with hvd_compress; use op=hvd.Average or op=hvd.Sum."
             )
         self._warn(
             f"a tensor of shape {tuple(tensor.shape)} is not the gradient of a parameter that {self} was made with: it is sent "
@@ -386,6 +377,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._plan = Plan([slot.described for slot in self._slots], policy, self._bucket_bytes)
         for slot, segment in zip(self._slots, self._plan.segments, strict=True):
             slot.segment = segment
+        self._has_residuals = any(segment.codec.has_residual for segment in self._plan.segments)
         self._buckets = [Bucket(i, [self._slots[s.index] for s in bucket]) for i, bucket in enumerate(self._plan.buckets)]
         self._announced: Gathered | None = None
         self._agreed = False
@@ -397,7 +389,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         is given.
         """
         self._between_steps("set_codec()")
-        self._settle()
         old = self._plan.policy
         self._set_plan(Policy(parse(codec), old.min_numel, old.overrides if overrides is None else overrides))
 
@@ -444,14 +435,14 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         and what they belong to: world size, rank, specs.
         """
         self._between_steps("state_dict()")
-        unused = self._unused()  # of a step that the optimizer has not made: as if it had not been
-        residuals = {slot.name: slot.spare if slot in unused else slot.residual for slot in self._slots}
+        residuals = {slot: slot.settled_residual() for slot in self._slots}
         return {
             **state.identity(self._plan, self._exchange.size, self._exchange.rank),
             "seed": self._seed,
             "step": self._step,
-            "scale": self._scale,
-            "residuals": {s.name: s.unflatten(r).clone() for s in self._slots if (r := residuals[s.name]) is not None},
+            "stepped": any(slot.ever_stepped for slot in self._slots),
+            "scales": {slot.name: slot.scale for slot in self._slots},
+            "residuals": {slot.name: slot.unflatten(r).clone() for slot, r in residuals.items() if r is not None},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -462,20 +453,21 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             strict: False: where something of that differs, the residuals start at zero again, and a warning says so.
 
         Raises:
-            ValueError: Something differs, and `strict` is true; the text names it.
+            ValueError: Something differs, and `strict` is true; the text names it. Or it is no such state.
         """
         self._between_steps("load_state_dict()")
+        state.check(state_dict)
         found = state.difference(state.identity(self._plan, self._exchange.size, self._exchange.rank), state_dict)
         if found is not None:
             if strict:
                 raise ValueError(f"the state is of another run: {found}. strict=False restarts the residuals at zero")
             warnings.warn(f"the state is of another run: {found}. The residuals restart at zero.", stacklevel=2)
         for slot in self._slots:
-            slot.set_residual(state_dict["residuals"].get(slot.name) if found is None else None)
-        self._pending = set()
+            residual = state_dict["residuals"].get(slot.name) if found is None else None
+            slot.set_residual(residual, state_dict["scales"].get(slot.name, 1.0))
+            slot.ever_stepped |= state_dict["stepped"]
         self._seed = state_dict["seed"]
         self._step = state_dict["step"]
-        self._scale = state_dict["scale"]
 
     def _between_steps(self, what: str) -> None:
         if self._round is not None and self._round.open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -27,13 +28,13 @@ class Exchange:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the process set."""
-        return int(self.process_set.size())
+        """Number of ranks in the process set; 0 where this process is none of them."""
+        return int(self.process_set.size()) if self.process_set.included() else 0
 
     @property
     def rank(self) -> int:
-        """The own rank in the process set."""
-        return int(self.process_set.rank())
+        """The own rank in the process set; -1 where this process has none."""
+        return int(self.process_set.rank()) if self.process_set.included() else -1
 
     def allgather_async(self, name: str, data: np.ndarray) -> Gathered:
         """Enqueues `data` (uint8; may be short or long, differently on each rank) and returns at once.
@@ -101,3 +102,30 @@ class InFlight:
         if self._messages is None:
             self._messages = read_messages(data, self._ranks)
         return data, self._messages
+
+
+class StandIn:
+    """What Horovod's own allreduce gets instead of a gradient, to tell what the user's op makes of it.
+
+    Each rank gives 1 and its rank / n. A mean makes (1, (n-1) / 2n) of them, a sum n times that, and no other op either.
+    """
+
+    BYTES = 8
+
+    @staticmethod
+    def make(grad: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """A fresh float32 one, since it is reduced in place, on the gradient's device."""
+        return torch.tensor((1.0, rank / size), device=grad.device)
+
+    @staticmethod
+    def read(reduced: torch.Tensor, size: int) -> float:
+        """The factor that makes of a mean what the op gives: 1 for op=Average, n for op=Sum.
+
+        Raises:
+            ValueError: It is another op.
+        """
+        one, rank = reduced.tolist()
+        factor = math.floor(one + 0.5)  # predivided, it may be off by a rounding
+        if factor not in (1, size) or abs(one - factor) > 1e-3 or abs(rank - factor * (size - 1) / (2 * size)) > 1e-3:
+            raise ValueError("hvd_compress takes op=hvd.Average and op=hvd.Sum, no other op: what it sends is summed")
+        return float(factor)

@@ -15,8 +15,9 @@ from hvd_compress.torch.slot import Slot
 class Round:
     """What one step has so far."""
 
-    def __init__(self, step: int, repeat: bool) -> None:
+    def __init__(self, step: int, repeat: bool, scale: float) -> None:
         self.step = step
+        self.scale = scale  # of the loss
         self.repeat = repeat  # there is no new gradient since the round before
         self.slots: set[Slot] = set()
         self.open = 0  # contexts that were not decompressed yet
@@ -35,6 +36,7 @@ class Context:
         self.slot = slot
         self.grad = grad
         self.flat: torch.Tensor | None = None  # the gradient's own memory, where it can be written to in order
+        self.sample: torch.Tensor | None = None  # of it, to notice that somebody has changed it
         self.late = False
 
 

@@ -1,9 +1,9 @@
-"""One parameter of a compression: its segment, its memory layout and its residual."""
+"""One parameter of a compression: its segment, its memory layout, its residual, and whether its last result was used."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -11,13 +11,18 @@ from hvd_compress.codecs import Encoded
 from hvd_compress.plan import Parameter, Segment
 from hvd_compress.vector import Vector
 
-REDUCED = (torch.float16, torch.float32, torch.float64)
-"""The floating-point dtypes that Horovod's allreduce takes."""
-
 
 def vector(tensor: torch.Tensor) -> Vector:
     """The memory of a contiguous CPU tensor."""
     return Vector(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel(), tensor)
+
+
+def sample(flat: torch.Tensor | None) -> torch.Tensor | None:
+    """The bits of a few elements, spread over a flat vector; its version would not tell, GradScaler does not count it up."""
+    if flat is None:
+        return None
+    few = flat[:: max(1, flat.numel() // 16)].clone()
+    return few.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[few.element_size()])
 
 
 class Slot:
@@ -25,6 +30,15 @@ class Slot:
 
     A gradient is encoded in the order in which the *parameter* lies in memory, which backward keeps: channels-last weights are
     not copied, and a rank whose gradient lies otherwise copies.
+
+    Attributes:
+        segment: What the plan says of it.
+        residual: float32, flat, in the parameter's order; None where there is none (yet).
+        residual_sq: Its squared L2 norm.
+        scale: The loss scale that it is in.
+        stepped: Whether an optimizer has stepped on the parameter since the last result was handed out.
+        ever_stepped: Whether one ever has.
+        round: The last round that encoded its gradient.
     """
 
     segment: Segment
@@ -33,19 +47,25 @@ class Slot:
         self.name = name
         self.parameter = parameter
         # As dense memory: empty_like keeps the order of dense tensors and makes others row-major.
-        self.strides = torch.empty_like(parameter, device="meta").stride()
+        self._strides = torch.empty_like(parameter, device="meta").stride()
         row_major = torch.empty(parameter.shape, device="meta").stride()
         self.described = Parameter(
             name,
             tuple(parameter.shape),
             str(parameter.dtype).removeprefix("torch."),
-            "row-major" if self.strides == row_major else f"strides {self.strides}",
+            "row-major" if self._strides == row_major else f"strides {self._strides}",
         )
-        self.residual: torch.Tensor | None = None  # float32, flat
-        self.spare: torch.Tensor | None = None  # the residual before, until the next encode
-        self.stepped = False  # whether an optimizer has stepped since the last round's result was handed out
+        self.residual: torch.Tensor | None = None
+        self.residual_sq = 0.0
+        self.scale = 1.0
+        self._before: tuple[torch.Tensor | None, float] = (None, 0.0)  # residual and norm before the last encode
+        self._spare: torch.Tensor | None = None  # memory for the next residual
+        self.round: object = None
+        self.stepped = False
         self.ever_stepped = False
-        self._result = (0, 0)  # id and address of the gradient that holds the last round's result
+        self._undecided = False  # whether the last residual may still have to be undone
+        self._result: weakref.ref[torch.Tensor] | None = None  # the gradient that the last result was written to
+        self._version = 0  # of the parameter then
 
     # --- layout
 
@@ -55,15 +75,18 @@ class Slot:
         if grad.device.type == "cpu" and self._lies_alike(grad):
             flat = grad.as_strided((numel,), (1,))
             return flat, flat
-        copy = torch.empty_strided(grad.shape, self.strides, dtype=grad.dtype).copy_(grad)
+        copy = torch.empty_strided(grad.shape, self._strides, dtype=grad.dtype).copy_(grad)
         return copy.as_strided((numel,), (1,)), None
 
     def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
         """A flat vector in the parameter's shape, without a copy."""
-        return flat.as_strided(tuple(self.parameter.shape), self.strides)
+        return flat.as_strided(tuple(self.parameter.shape), self._strides)
 
     def _lies_alike(self, grad: torch.Tensor) -> bool:
-        return all(s == 1 or mine == its for s, mine, its in zip(grad.shape, self.strides, grad.stride(), strict=True))
+        strides = grad.stride()
+        if strides == self._strides:
+            return True
+        return all(s == 1 or mine == its for s, mine, its in zip(grad.shape, self._strides, strides, strict=True))
 
     # --- encode
 
@@ -73,54 +96,85 @@ class Slot:
         if not codec.has_residual:
             return codec.encode(vector(self.with_leftover(flat)), None, None, seed, out)
         old = self.residual if self.residual is not None else torch.zeros(flat.numel())
-        new = self.spare if self.spare is not None else torch.empty(flat.numel())
-        self.residual, self.spare = new, old
-        return codec.encode(vector(flat), vector(old), vector(new), seed, out)
+        new = self._spare if self._spare is not None else torch.empty(flat.numel())
+        encoded = codec.encode(vector(flat), vector(old), vector(new), seed, out)
+        self._before = (old, self.residual_sq)
+        self.residual, self.residual_sq, self._spare = new, encoded.residual_norm**2, old
+        return encoded
 
     def with_leftover(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient plus the residual that a codec before left, which is then sent."""
+        self.keep()
         if self.residual is None:
-            self.spare = None
             return grad
         left = self.residual if grad.dim() == 1 else self.unflatten(self.residual)
-        self.residual, self.spare = None, self.residual
+        self.residual, self.residual_sq, self._spare = None, 0.0, None
         return grad.to(torch.float32) + left.to(grad.device)
+
+    def keep(self) -> None:
+        """Stands for an `encode` that sends nothing and leaves the residual as it is."""
+        self._before = (self.residual, self.residual_sq)
 
     def undo(self) -> None:
         """Takes the last `encode` back."""
-        self.residual, self.spare = self.spare, self.residual
+        before, self.residual_sq = self._before
+        if before is not self.residual:
+            self.residual, self._spare = before, self.residual
+        self._undecided = False
 
-    def set_residual(self, residual: torch.Tensor | None) -> None:
+    def follow_scale(self, scale: float) -> None:
+        """The residual is in units of the loss scale: where that has changed, it changes alike (by a power of 2: exactly)."""
+        if scale != self.scale and self.residual is not None:
+            self.residual.mul_(scale / self.scale)
+            self.residual_sq *= (scale / self.scale) ** 2
+        self.scale = scale
+
+    def set_residual(self, residual: torch.Tensor | None, scale: float) -> None:
         """Replaces the residual by one in the parameter's shape, or by none."""
-        self.spare = None
-        self.residual = None
+        self.residual, self.residual_sq, self._spare = None, 0.0, None
+        self.scale = scale
+        self._undecided = False
         if residual is not None:
             self.residual = torch.empty(residual.numel())
             self.unflatten(self.residual).copy_(residual)
+            self.residual_sq = float(torch.linalg.vector_norm(self.residual, dtype=torch.float64)) ** 2
 
-    # --- Horovod and autograd
+    # --- whether the last result was used
 
-    def remember_result(self, grad: torch.Tensor) -> None:
-        """Notes that the round's result was written to that gradient; without keeping it alive."""
-        self._result = (id(grad), grad.data_ptr())
+    def hand_out(self, grad: torch.Tensor) -> None:
+        """Notes that a round's result was written to that gradient; without keeping it alive."""
+        self._result = weakref.ref(grad)
+        self._version = self.parameter._version
+        self.stepped = False
+        self._undecided = True
 
     def is_result(self, grad: torch.Tensor) -> bool:
-        """Whether that gradient is the one that the last round's result was written to."""
-        return self._result == (id(grad), grad.data_ptr())
+        """Whether that gradient is the one that the last result was written to."""
+        return self._result is not None and self._result() is grad
 
-    def stand_in(self, grad: torch.Tensor) -> torch.Tensor:
-        """What Horovod's allreduce gets instead of the gradient: a fresh one, since it is reduced in place."""
-        return torch.ones(1, dtype=grad.dtype if grad.dtype in REDUCED else torch.float32, device=grad.device)
+    def decide(self, grad: torch.Tensor) -> None:
+        """Before a new gradient is encoded: undoes the last `encode` where its result was thrown away.
 
-    @property
-    def stand_in_bytes(self) -> int:
-        """The size of what `stand_in` gives."""
-        return self.parameter.element_size() if self.parameter.dtype in REDUCED else 4
+        That is so where no optimizer has stepped since, nothing has changed the parameter, and the gradient that held the
+        result is gone: the user has skipped the step, or it was another optimizer's backward (a GAN's generator's) that
+        passed through this parameter. Parameters that no optimizer of torch's ever steps on are taken as used.
+        """
+        if self._undecided and self._unused() and not self.is_result(grad):
+            self.undo()
+        self._undecided = False
 
-    def watch(self, on_backward: Callable[[], Callable[[Slot], None] | None]) -> Any:
-        """Has `on_backward()(self)` called whenever backward has accumulated into the gradient; a weak reference, as it is kept
-        by the parameter.
-        """  # noqa: D205
+    def settled_residual(self) -> torch.Tensor | None:
+        """The residual that belongs to the parameter as it is now: before a step that is not made yet, the one before."""
+        return self._before[0] if self._undecided and self._unused() else self.residual
+
+    def _unused(self) -> bool:
+        return self.ever_stepped and not self.stepped and self.parameter._version == self._version
+
+    def watch(self, on_backward: Callable[[], Callable[[Slot], None] | None]) -> Callable[[], None]:
+        """Has `on_backward()(self)` called whenever backward has accumulated into the gradient, and returns what ends that.
+
+        `on_backward` is a weak reference: the parameter keeps it.
+        """
 
         def hook(_: torch.Tensor) -> None:
             call = on_backward()
@@ -128,26 +182,31 @@ class Slot:
                 call(self)
 
         if not self.parameter.requires_grad:
-            return _NoHook()
-        return self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-class _NoHook:
-    def remove(self) -> None:
-        """Nothing was hooked."""
+            return lambda: None
+        handle = self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle.remove  # type: ignore[no-any-return]
 
 
 def make_slots(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Slot]:
-    """A slot for each named parameter. Raises ValueError where a name is there twice, or something is no such pair."""
+    """A slot for each named parameter.
+
+    Raises:
+        ValueError: There are none, a name is there twice, or something is no pair of name and parameter.
+    """
+    if not isinstance(named_parameters, Iterable):
+        raise ValueError(f"named_parameters is a {type(named_parameters).__name__}: it takes model.named_parameters()")
     slots: list[Slot] = []
     seen: set[str] = set()
     for item in named_parameters:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)):
+            what = type(item).__name__
             raise ValueError(
-                f"named_parameters has {item!r}: it takes (name, parameter) pairs, as model.named_parameters() gives"
+                f"named_parameters has a {what}: it takes (name, parameter) pairs, as model.named_parameters() gives"
             )
         if item[0] in seen:
             raise ValueError(f"named_parameters has the name {item[0]!r} twice")
         seen.add(item[0])
         slots.append(Slot(*item))
+    if not slots:
+        raise ValueError("named_parameters is empty: has its iterator been used up before?")
     return slots

@@ -97,3 +97,67 @@ def test_fused_optimizer_that_skips_by_itself():
     before = compression.state_dict()["residuals"]["w"]
     scaled_step(model, scaler, optimizer, 3, ("b", INF))
     assert torch.equal(compression.state_dict()["residuals"]["w"], before)
+
+
+def unscaled(state):
+    return {name: residual / state["scales"][name] for name, residual in state["residuals"].items()}
+
+
+@pytest.mark.parametrize("bad", [("w", INF), ("b", INF)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_first_step_of_a_process_may_be_skipped(bad, resumed):
+    model, scaler, optimizer, compression = setup("adacomp")
+    before = {}
+    if resumed:
+        for step in range(3):
+            scaled_step(model, scaler, optimizer, step)
+        saved = compression.state_dict()
+        before = unscaled(saved)
+        model, scaler, optimizer, compression = setup("adacomp")
+        compression.load_state_dict(saved)
+    for step in range(2):
+        scaled_step(model, scaler, optimizer, step, bad)
+    for name, residual in unscaled(compression.state_dict()).items():
+        assert torch.equal(residual, before.get(name, torch.zeros_like(residual)))
+
+
+def test_residual_norm_after_a_skipped_step():
+    model, scaler, optimizer, compression = setup("adacomp")
+    scaled_step(model, scaler, optimizer, 0)
+    scaled_step(model, scaler, optimizer, 1, ("w", float("nan")))
+    for name, residual in compression.state_dict()["residuals"].items():
+        assert compression.stats.step.of(name).residual_norm == pytest.approx(residual.norm().item(), rel=1e-4)
+
+
+def test_state_under_a_loss_scale_goes_on_without_one():
+    """All factors are powers of 2, so it is bitwise the run that never had one."""
+
+    def plain_step(model, optimizer, step):
+        optimizer.zero_grad()
+        model.backward(**{name: random(*p.shape, step=step) for name, p in model.named_parameters()})
+        optimizer.step()
+
+    runs = []
+    for scale in (1.0, 2.0**10):
+        model, scaler, optimizer, compression = setup("adacomp", scale)
+        for step in range(3):
+            scaled_step(model, scaler, optimizer, step)
+        again = Vectors(w=(40, 40), v=(50, 50), b=(20,))
+        again.load_state_dict(model.state_dict())
+        optimizer, resumed = distributed(again, "adacomp")
+        resumed.load_state_dict(compression.state_dict())
+        plain_step(again, optimizer, 3)
+        runs.append([p.detach() for p in again.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("change", ["unscale", "clip"])
+def test_gradient_that_is_changed_before_synchronize(change):
+    model, scaler, optimizer, _ = setup("adacomp")
+    scaler.scale(sum((p * random(*p.shape)).sum() for p in model.parameters())).backward()
+    if change == "unscale":
+        scaler.unscale_(optimizer)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match=r"was changed between backward and synchronize\(\), which would be lost"):
+        optimizer.synchronize()

@@ -101,6 +101,14 @@ def test_adasum(ranks):
         model.backward(w=random(40, 40))
 
 
+@pytest.mark.parametrize("op", ["Min", "Max", "Product"])
+def test_other_ops(op):
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, "bf16", optimizer_options={"op": getattr(hvd, op)})
+    with pytest.raises(ValueError, match=r"takes op=hvd.Average and op=hvd.Sum, no other op"):
+        first_step(model, optimizer, w=random(40, 40))
+
+
 @pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4"])
 def test_join(spec):
     model = Vectors(w=(40, 40))

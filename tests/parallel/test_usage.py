@@ -219,24 +219,6 @@ def test_gan_two_optimizers_with_two_compressions():
     assert comp_d.stats.steps == 8
 
 
-def test_one_compression_for_two_optimizers():
-    torch.manual_seed(11)
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(40, 40), "b": torch.nn.Linear(40, 40)})
-    compression = Compression.adacomp(model.named_parameters())
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1), m.named_parameters(k), compression=compression)
-        for k, m in model.items()
-    ]
-    for step in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        x = random(8, 40, step=step)
-        (model["b"](model["a"](x)) ** 2).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_equal_on_all_ranks(model.parameters())
-
-
 def test_hvd_allreduce_takes_it_too(ranks):
     model = Vectors(w=(40, 40), v=(50, 50))
     compression = Compression.bf16(model.named_parameters())
@@ -372,7 +354,7 @@ def test_stats_count_what_is_sent(ranks):
     step, total = compression.stats.step, compression.stats.total
     assert step.bytes_dense == pytest.approx(ring * 4 * 10_050)
     payload = 4 + 20 * 4 + 10_000 // 2
-    assert step.of("w").bytes_sent == pytest.approx((ranks - 1) * (32 + 12 + payload) + ring * 4)
+    assert step.of("w").bytes_sent == pytest.approx((ranks - 1) * (32 + 12 + payload) + ring * 8)
     assert step.of("b").bytes_sent == pytest.approx(ring * 200)
     assert total.bytes_sent == pytest.approx(3 * step.bytes_sent)
     assert total.of("w").encode_s > 0

@@ -1,5 +1,7 @@
 """With one process nothing is compressed, and training is what it would be without us."""
 
+import copy
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -67,6 +69,8 @@ def test_options_reach_the_codec():
         ({"overrides": {"nothing": "none"}}, "the pattern 'nothing' matches no parameter; there are 'weight', 'bias'"),
         ({"overrides": {"weight": "topq"}}, "no codec is named 'topq'"),
         ({"overrides": 3}, "overrides=3 is not allowed"),
+        ({"overrides": {3: "none"}}, "the pattern 3 is not allowed"),
+        ({"bits": 4}, "adacomp: unknown option 'bits': there are bin, c, min_numel, "),
     ],
 )
 def test_bad_options(options, text):
@@ -79,8 +83,19 @@ def test_bad_parameters():
         Compression.adacomp([("a", torch.nn.Parameter(torch.zeros(2))), ("a", torch.nn.Parameter(torch.zeros(2)))])
     with pytest.raises(ValueError, match=r"takes \(name, parameter\) pairs"):
         Compression.adacomp(torch.nn.Linear(4, 4).parameters())
+    with pytest.raises(ValueError, match=r"a Linear: it takes model.named_parameters\(\)"):
+        Compression.adacomp(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="named_parameters is empty"):
+        Compression.adacomp([])
     with pytest.raises(TypeError, match="needs parameters"):
         Compression.from_spec("adacomp")
+    with pytest.raises(ValueError, match="has no option 'seed'"):
+        Compression.from_spec("none", seed=1)
+
+
+def test_copies():
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(Compression.adacomp(torch.nn.Linear(4, 4).named_parameters()))
 
 
 def test_passed_without_being_called():

@@ -1,5 +1,6 @@
 """Whose a saved state is."""
 
+import numpy as np
 import pytest
 
 from hvd_compress import state
@@ -29,7 +30,28 @@ def test_of_another_job(saved, text):
     assert text in state.difference(identity(), saved)
 
 
-@pytest.mark.parametrize("saved", [{}, {**identity(), "format": 2}])
-def test_of_another_format(saved):
-    with pytest.raises(ValueError, match="the state has format"):
-        state.difference(identity(), saved)
+def whole(**changes):
+    rest = {"seed": 0, "step": 3, "stepped": True, "scales": {"w": 1.0}, "residuals": {"w": np.zeros((40, 40))}}
+    return {**identity(), **rest, **changes}
+
+
+def test_what_state_dict_gives_is_taken():
+    state.check(whole())
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (None, "the state is a NoneType"),
+        ({}, "the state has format None"),
+        (whole(format=2), "the state has format 2"),
+        (whole(step="x"), "the state's 'step' is 'x'"),
+        (whole(residuals=None), "the state's 'residuals' is None"),
+        (whole(residuals={"w": np.zeros(3)}), r"residual of 'w' has shape \[3\], its parameter \[40, 40\]"),
+        (whole(residuals={"v": np.zeros(3)}), r"residual of 'v' has shape \[3\], its parameter None"),
+        ({"format": 1}, "the state's 'world_size' is None"),
+    ],
+)
+def test_what_is_no_state(saved, text):
+    with pytest.raises(ValueError, match=text):
+        state.check(saved)
