@@ -62,6 +62,7 @@ class MessageWriter:
     def __init__(self, capacity: int, segments: int) -> None:
         self.buffer = np.empty(_HEADER.size + segments * _ENTRY.size + capacity + 1, np.uint8)
         self._bytes = self.buffer.data
+        self._vector = Vector.of(self.buffer)
         self.clear()
 
     def clear(self) -> None:
@@ -73,7 +74,7 @@ class MessageWriter:
     def room(self) -> Vector:
         """Where the next payload is to be written."""
         start = self._end + _ENTRY.size
-        return Vector.of(self.buffer[start:])
+        return self._vector.slice(start, self._vector.length - start)
 
     def add(self, index: int, payload_bytes: int) -> None:
         """Takes the payload that was written to `room()`."""

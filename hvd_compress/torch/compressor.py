@@ -31,7 +31,6 @@ from hvd_compress.stats import Stats
 from hvd_compress.torch.exchange import Exchange, Gathered, StandIn
 from hvd_compress.torch.round import Bucket, Context, Round
 from hvd_compress.torch.slot import Slot, make_slots, sample, vector
-from hvd_compress.vector import Vector
 
 BUCKET_BYTES = 25 * 2**20
 PLAN_SECONDS = 10.0
@@ -152,7 +151,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 self._encode(context)
             if not context.late and bucket.is_full(round):
                 bucket.send(False, round, self._exchange, self._plan.digest)
-            return StandIn.make(tensor, self._exchange.rank, self._exchange.size), context
+            return round.stand_in.to(tensor.device, copy=True), context
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The mean or sum of a gradient over the ranks, written to the gradient's own memory.
@@ -221,7 +220,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 message.drain()  # its memory is used again
         self._step += 1
         scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
-        self._round = Round(self._step, repeat, scale)
+        self._round = Round(self._step, self._exchange, repeat, scale)
         for bucket in self._buckets:
             bucket.clear()
         return self._round
@@ -254,8 +253,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         elif tensor.dtype == torch.bfloat16:  # Horovod does not reduce it
             tensor = tensor.to(torch.float32)
         counters = context.round.record.of(slot.name)
-        counters.bytes_dense = self._ring * grad.numel() * grad.element_size()
-        counters.bytes_sent = self._ring * tensor.numel() * tensor.element_size()
+        counters.bytes_dense = context.round.ring * grad.numel() * grad.element_size()
+        counters.bytes_sent = context.round.ring * tensor.numel() * tensor.element_size()
         return tensor.contiguous()
 
     def _finish_dense(self, context: Context, reduced: torch.Tensor) -> None:
@@ -271,33 +270,36 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         assert slot.segment.bucket is not None
         writer = self._buckets[slot.segment.bucket].writer(context.late)
         flat, context.flat = slot.flatten(context.grad)
-        context.sample = sample(context.flat)
         counters = round.record.of(slot.name)
         payload_bytes = 0
         if not slot.parameter.requires_grad:  # Horovod sends zeros for a frozen one too: its residual must not move it
             slot.keep()
         else:
-            seed = _kernels.mix_seed(self._seed, self._exchange.rank, round.step, slot.segment.index)
+            seed = _kernels.mix_seed(self._seed, round.rank, round.step, slot.segment.index)
             encoded = slot.encode(flat, seed, writer.room())
+            if writer.segments == 0 and context.flat is not None and encoded.finite:
+                context.sample = sample(context.flat).clone()
             payload_bytes, counters.selected = encoded.bytes, encoded.selected
             if not encoded.finite:
                 writer.flags |= Flags.NONFINITE
         writer.add(slot.segment.index, payload_bytes)
-        counters.bytes_dense = self._ring * flat.numel() * flat.element_size()
+        counters.bytes_dense = round.ring * flat.numel() * flat.element_size()
         overhead = MessageWriter.ENTRY_BYTES + (MessageWriter.HEADER_BYTES if writer.segments == 1 else 0)
-        counters.bytes_sent = (self._exchange.size - 1) * (payload_bytes + overhead) + self._ring * StandIn.BYTES
+        counters.bytes_sent = (round.size - 1) * (payload_bytes + overhead) + round.ring * StandIn.BYTES
         counters.encode_s = time.perf_counter() - start
 
     def _decode(self, context: Context, stand_in: torch.Tensor) -> None:
         slot, round = context.slot, context.round
         counters = round.record.of(slot.name)
-        start = time.perf_counter()
         assert slot.segment.bucket is not None
-        data, messages = round.messages[slot.segment.bucket, context.late].wait()
-        counters.wait_s = time.perf_counter() - start
-        self._check(round, messages)
-        weight = StandIn.read(stand_in, len(messages)) / len(messages)
-        if all(message.flags & Flags.REPEAT for message in messages):
+        received = round.messages[slot.segment.bucket, context.late]
+        if not received.messages:
+            start = time.perf_counter()
+            received.wait()
+            counters.wait_s = time.perf_counter() - start
+            self._check(round, received.messages)
+        weight = StandIn.read(stand_in, round.size) / round.size
+        if round.repeat and all(message.flags & Flags.REPEAT for message in received.messages):
             return
         if context.sample is not None and not torch.equal(context.sample, sample(context.flat)):  # type: ignore[arg-type]
             raise RuntimeError(
@@ -305,28 +307,23 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 "optimizer.synchronize() first, then GradScaler.unscale_() or clip_grad_norm_(), then step() inside "
                 "optimizer.skip_synchronize()."
             )
+
         start = time.perf_counter()
         if context.flat is not None and context.flat.dtype == torch.float32:
             total = context.flat.zero_()
         else:
             total = torch.zeros(slot.segment.parameter.numel)
-        bytes_of_all = Vector.of(data)
-        for rank, message in enumerate(messages):
-            if message.flags & Flags.REPEAT:
-                continue
-            if slot.segment.index not in message.payloads:
-                raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
-            payload = bytes_of_all.slice(*message.payloads[slot.segment.index])
-            if payload.length > 0:
-                slot.segment.codec.decode_add(payload, weight, vector(total))
+        out = vector(total)
+        for rank, message in enumerate(received.messages):
+            payload = message.payloads.get(slot.segment.index)
+            if payload is None:
+                if not message.flags & Flags.REPEAT:
+                    raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
+            elif payload[1] > 0:
+                slot.segment.codec.decode_add(received.bytes.slice(*payload), weight, out)
         if total is not context.flat:
             context.grad.copy_(slot.unflatten(total))
         counters.decode_s = time.perf_counter() - start
-
-    @property
-    def _ring(self) -> float:
-        """Times its size that a ring allreduce sends of a tensor, from each rank."""
-        return 2 * (self._exchange.size - 1) / self._exchange.size
 
     # --- which parameter, which optimizer
 

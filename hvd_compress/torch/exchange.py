@@ -12,6 +12,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.message import Message, read_messages
+from hvd_compress.vector import Vector
 
 
 class Exchange:
@@ -81,12 +82,19 @@ class Gathered:
 
 
 class InFlight:
-    """One message under way: sent when it is made, parsed when it is waited for."""
+    """One message under way: sent when it is made, parsed when it is waited for.
 
-    def __init__(self, exchange: Exchange, name: str, data: np.ndarray) -> None:
+    Attributes:
+        bytes: What all ranks sent, once it is there.
+        messages: The message of each rank in it; empty until it is there.
+    """
+
+    bytes: Vector
+
+    def __init__(self, exchange: Exchange, name: str, data: np.ndarray, ranks: int) -> None:
         self._gathered = exchange.allgather_async(name, data)
-        self._ranks = exchange.size
-        self._messages: list[Message] | None = None
+        self._ranks = ranks
+        self.messages: list[Message] = []
 
     def poll(self, seconds: float = 0.0) -> bool:
         """Whether it is there, or comes within that time."""
@@ -96,12 +104,11 @@ class InFlight:
         """Waits without asking for the result; where it has failed already, that was said then."""
         self._gathered.wait()
 
-    def wait(self) -> tuple[np.ndarray, list[Message]]:
-        """The bytes of all ranks, and the message of each in them."""
+    def wait(self) -> None:
+        """Waits until it is there, and parses it."""
         data = self._gathered.wait()
-        if self._messages is None:
-            self._messages = read_messages(data, self._ranks)
-        return data, self._messages
+        self.bytes = Vector.of(data)
+        self.messages = read_messages(data, self._ranks)
 
 
 class StandIn:
@@ -113,9 +120,9 @@ class StandIn:
     BYTES = 8
 
     @staticmethod
-    def make(grad: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """A fresh float32 one, since it is reduced in place, on the gradient's device."""
-        return torch.tensor((1.0, rank / size), device=grad.device)
+    def make(rank: int, size: int) -> torch.Tensor:
+        """A fresh one (float32): it is reduced in place."""
+        return torch.tensor((1.0, rank / size))
 
     @staticmethod
     def read(reduced: torch.Tensor, size: int) -> float:

@@ -8,15 +8,18 @@ import torch
 
 from hvd_compress.message import Flags, MessageWriter
 from hvd_compress.stats import Record
-from hvd_compress.torch.exchange import Exchange, InFlight
+from hvd_compress.torch.exchange import Exchange, InFlight, StandIn
 from hvd_compress.torch.slot import Slot
 
 
 class Round:
     """What one step has so far."""
 
-    def __init__(self, step: int, repeat: bool, scale: float) -> None:
+    def __init__(self, step: int, exchange: Exchange, repeat: bool, scale: float) -> None:
         self.step = step
+        self.size, self.rank = exchange.size, exchange.rank
+        self.ring = 2 * (self.size - 1) / self.size  # times its size that a ring allreduce sends of a tensor, from each rank
+        self.stand_in = StandIn.make(self.rank, self.size)
         self.scale = scale  # of the loss
         self.repeat = repeat  # there is no new gradient since the round before
         self.slots: set[Slot] = set()
@@ -36,7 +39,7 @@ class Context:
         self.slot = slot
         self.grad = grad
         self.flat: torch.Tensor | None = None  # the gradient's own memory, where it can be written to in order
-        self.sample: torch.Tensor | None = None  # of it, to notice that somebody has changed it
+        self.sample: torch.Tensor | None = None  # of it, in one segment of each message, to notice that it was changed
         self.late = False
 
 
@@ -83,7 +86,7 @@ class Bucket:
         length = writer.finish(digest, round.step)
         # Only a second message has another name: a rank whose plan alone has changed must still meet the others.
         name = f"bucket.{self._index}" + (".late" if (self._index, False) in round.messages else "")
-        round.messages[self._index, late] = InFlight(exchange, name, writer.buffer[:length])
+        round.messages[self._index, late] = InFlight(exchange, name, writer.buffer[:length], round.size)
 
     def flush(self, round: Round, exchange: Exchange, digest: int) -> None:
         """Enqueues what has come and was not sent."""

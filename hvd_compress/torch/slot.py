@@ -9,20 +9,19 @@ import torch
 
 from hvd_compress.codecs import Encoded
 from hvd_compress.plan import Parameter, Segment
-from hvd_compress.vector import Vector
+from hvd_compress.vector import DTYPES, Vector
+
+_NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 def vector(tensor: torch.Tensor) -> Vector:
     """The memory of a contiguous CPU tensor."""
-    return Vector(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.numel(), tensor)
+    return Vector(tensor.data_ptr(), _NAMES[tensor.dtype], tensor.numel(), tensor)
 
 
-def sample(flat: torch.Tensor | None) -> torch.Tensor | None:
-    """The bits of a few elements, spread over a flat vector; its version would not tell, GradScaler does not count it up."""
-    if flat is None:
-        return None
-    few = flat[:: max(1, flat.numel() // 16)].clone()
-    return few.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[few.element_size()])
+def sample(flat: torch.Tensor) -> torch.Tensor:
+    """A few elements, spread over a flat vector: its version would not tell of a change, GradScaler does not count it up."""
+    return flat[:: max(1, flat.numel() // 16)]
 
 
 class Slot:
