@@ -246,7 +246,11 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
     def _dense(self, context: Context) -> torch.Tensor:
         slot, grad = context.slot, context.grad
-        tensor = slot.with_leftover(grad)
+        if slot.parameter.requires_grad:
+            tensor = slot.with_leftover(grad)
+        else:
+            slot.keep()
+            tensor = grad
         wanted = slot.segment.codec.allreduce_dtype
         if wanted == "float16":
             tensor = tensor.to(torch.float16)
@@ -374,7 +378,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._plan = Plan([slot.described for slot in self._slots], policy, self._bucket_bytes)
         for slot, segment in zip(self._slots, self._plan.segments, strict=True):
             slot.segment = segment
-        self._has_residuals = any(segment.codec.has_residual for segment in self._plan.segments)
+        self._has_residuals = any(s.segment.codec.has_residual or s.residual is not None for s in self._slots)
         self._buckets = [Bucket(i, [self._slots[s.index] for s in bucket]) for i, bucket in enumerate(self._plan.buckets)]
         self._announced: Gathered | None = None
         self._agreed = False

@@ -189,3 +189,37 @@ def test_frozen_parameters_residual_survives_a_step_that_is_undone(spec):
         if bad:
             assert torch.equal(after["b"], residuals["b"])
     model.a.requires_grad_(True)
+
+
+def test_leftover_of_the_codec_before(spec):
+    """It is sent in the first step that counts; not in one that is undone, and not while the parameter is frozen."""
+    model, books, optimizer, compression = start(spec)
+    for step in range(3):
+        optimizer.zero_grad()
+        books.backward(step)
+        optimizer.step()
+        books.take()
+    residuals = compression.state_dict()["residuals"]
+    compression.set_codec("none")
+
+    optimizer.zero_grad()
+    model.backward(a=random(40, 40), b=random(50, 30) * (float("inf") if hvd.rank() == 0 else 1))
+    optimizer.synchronize()
+    after = compression.state_dict()["residuals"]
+    assert all(torch.equal(after[name], residual) for name, residual in residuals.items())
+
+    model.a.requires_grad_(False)
+    optimizer.zero_grad()
+    model.backward(b=torch.zeros(50, 30))
+    optimizer.step()
+    books.take("b")
+    assert not model.a.grad.any()
+    assert compression.state_dict()["residuals"].keys() == {"a"}
+
+    model.a.requires_grad_(True)
+    optimizer.zero_grad()
+    model.backward(a=torch.zeros(40, 40), b=torch.zeros(50, 30))
+    optimizer.step()
+    books.take()
+    for name, total in books.gradients.items():
+        torch.testing.assert_close(books.results[name], hvd.allreduce(total, name=f"total.{name}"), rtol=0, atol=5e-5)
