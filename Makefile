@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 export TF_CPP_MIN_LOG_LEVEL := 3
 MPI := --mpi --mpi-args="--oversubscribe --bind-to none --mca mpi_yield_when_idle 1 --mca orte_tag_output 0"
 HOROVODRUN := $(BIN)/horovodrun
-PARALLEL := $(BIN)/python -m pytest -x -q --capture=sys tests/parallel
+PARALLEL := $(BIN)/python -m pytest -x -q --color=no --capture=sys tests/parallel
 
 .PHONY: demo test lint setup clean
 
