@@ -1,12 +1,15 @@
 """Builds the kernels; everything else stands in setup.cfg."""
 
+import json
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 from glob import glob
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 
@@ -24,15 +27,45 @@ class BuildKernels(build_ext):
         super().build_extensions()
 
 
+def tensorflow_flags():
+    """TensorFlow's own compile and link flags; None where it is not installed.
+
+    Asked of an interpreter outside of pip's build environment, which hides what is installed.
+    """
+    code = "import json, tensorflow.sysconfig as s; print(json.dumps([s.get_compile_flags(), s.get_link_flags()]))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else None
+
+
 ParallelCompile("MAX_JOBS").install()
 
 # No -ffast-math: every version of a kernel, on every machine, must give the same bits.
-kernels = Pybind11Extension(
-    "hvd_compress._kernels",
-    sorted(glob("hvd_compress/csrc/*.cc")),
-    depends=sorted(glob("hvd_compress/csrc/*.h")),
-    cxx_std=17,
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
+FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+KERNELS = sorted(
+    set(glob("hvd_compress/csrc/*.cc")) - set(glob("hvd_compress/csrc/*bindings.cc") + glob("hvd_compress/csrc/tf_*.cc"))
 )
+HEADERS = sorted(glob("hvd_compress/csrc/*.h"))
 
-setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels})
+extensions = [
+    Pybind11Extension(
+        "hvd_compress._kernels",
+        [*KERNELS, "hvd_compress/csrc/bindings.cc"],
+        depends=HEADERS,
+        cxx_std=17,
+        extra_compile_args=FLAGS,
+    )
+]
+flags = tensorflow_flags()
+if flags is not None:
+    extensions.append(
+        Extension(
+            "hvd_compress.tensorflow._ops",
+            [*KERNELS, "hvd_compress/csrc/tf_ops.cc"],
+            depends=HEADERS,
+            extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[0]],
+            extra_link_args=flags[1],
+        )
+    )
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})

@@ -1,4 +1,5 @@
 class _Enum:
+    def __int__(self) -> int: ...
     name: str
     __members__: dict[str, _Enum]
 

@@ -47,7 +47,8 @@ class AdaComp(Codec):
         """Section 4 of the paper: L_T = 50 for convolutions (more than two dimensions), 500 for the other kinds of layer."""
         return self if self.bin is not None else dataclasses.replace(self, bin=50 if len(shape) > 2 else 500)
 
-    def _kernel_options(self) -> dict[str, Any]:
+    def kernel_options(self) -> dict[str, Any]:
+        """What the kernels need to know of it."""
         if self.bin is None:
             raise ValueError("adacomp without bin: for_shape() chooses it from the layer's shape")
         assert math.isfinite(self.c)

@@ -111,13 +111,18 @@ class Codec:
 
     @cached_property
     def _kernel(self) -> _kernels.Codec:
-        return _kernels.Codec(getattr(_kernels.Kind, self.name), **self._kernel_options())
+        return _kernels.Codec(self.kernel_kind(), **self.kernel_options())
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: the options; the kernel is made again."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def _kernel_options(self) -> dict[str, Any]:
+    def kernel_kind(self) -> _kernels.Kind:
+        """What the kernels call it."""
+        return getattr(_kernels.Kind, self.name)  # type: ignore[no-any-return]
+
+    def kernel_options(self) -> dict[str, Any]:
+        """What the kernels need to know of it."""
         return {}
 
     def _refuse(self, option: str, allowed: str) -> ValueError:

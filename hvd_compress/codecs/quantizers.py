@@ -48,7 +48,8 @@ class _Quantizer(Codec):
         """Only under error feedback."""
         return self.feedback
 
-    def _kernel_options(self) -> dict[str, Any]:
+    def kernel_options(self) -> dict[str, Any]:
+        """What the kernels need to know of it."""
         options = dataclasses.asdict(self)
         return {**options, "coding": getattr(_kernels.Coding, self.coding)}
 
