@@ -65,6 +65,7 @@ if flags is not None:
             depends=HEADERS,
             extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[0]],
             extra_link_args=flags[1],
+            optional=True,  # where it can't be built, PyTorch's users do not need it; whoever does is told
         )
     )
 

@@ -87,8 +87,8 @@ def _library() -> Any:
         library = tf.load_op_library(str(path))
     except tf.errors.NotFoundError as error:
         raise ImportError(
-            f"hvd_compress's TensorFlow ops were built for another TensorFlow than {tf.__version__}: install hvd_compress again "
-            f"({error.message})"
+            f"hvd_compress's TensorFlow ops were built for another TensorFlow than {tf.__version__}: install hvd_compress "
+            f"again ({error.message})"
         ) from error
     tf.no_gradient("HvdCompressEncode")
     tf.no_gradient("HvdCompressDecode")
