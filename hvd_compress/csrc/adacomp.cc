@@ -126,7 +126,7 @@ HVD_INLINE void select_tile(const float* __restrict dw, const float* __restrict 
     const size_t before = written;
     for (k = 0; k < length; k += 64) {
       uint64_t hits = 0;
-      for (int q = 0; q < 4; ++q)
+      for (int q = 0; q < 64 / kLanes; ++q)
         hits |= lane_bits(load_vector<Ints>(h + begin + k + q * kLanes) >= gmax) << (q * kLanes);
       if (length - k < 64) hits &= (uint64_t{1} << (length - k)) - 1;
       for (; hits; hits &= hits - 1) {

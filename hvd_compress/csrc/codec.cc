@@ -22,25 +22,26 @@ std::unique_ptr<Codec> create(Kind kind, const Options& options) {
   throw std::invalid_argument("unknown codec kind");
 }
 
-// A polynomial in an odd multiplier modulo 2^32, in kLanes interleaved lanes: multiplying by an odd number is a bijection,
+// A polynomial in an odd multiplier modulo 2^32, in interleaved lanes: multiplying by an odd number is a bijection,
 // so one changed word always changes the sum. The length goes in first, so that appended zeros change it too.
 HVD_SIMD uint32_t checksum(const uint8_t* data, size_t bytes) {
   constexpr uint32_t kOdd = 0x9e3779b1u;
-  uint32_t lane[kLanes] = {};
-  const size_t stride = 4 * kLanes;
+  constexpr int kWords = 32;  // as many as hide the multiplication's latency
+  uint32_t lane[kWords] = {};
+  const size_t stride = 4 * kWords;
   size_t i = 0;
   for (; i + stride <= bytes; i += stride) {
-    uint32_t words[kLanes];
+    uint32_t words[kWords];
     std::memcpy(words, data + i, stride);
-    for (int j = 0; j < kLanes; ++j) lane[j] = lane[j] * kOdd + words[j];
+    for (int j = 0; j < kWords; ++j) lane[j] = lane[j] * kOdd + words[j];
   }
   if (i < bytes) {
-    uint32_t words[kLanes] = {};
+    uint32_t words[kWords] = {};
     std::memcpy(words, data + i, bytes - i);
-    for (int j = 0; j < kLanes; ++j) lane[j] = lane[j] * kOdd + words[j];
+    for (int j = 0; j < kWords; ++j) lane[j] = lane[j] * kOdd + words[j];
   }
   uint32_t sum = static_cast<uint32_t>(bytes) + 1;
-  for (int j = 0; j < kLanes; ++j) sum = sum * kOdd + lane[j];
+  for (int j = 0; j < kWords; ++j) sum = sum * kOdd + lane[j];
   return sum;
 }
 

@@ -73,23 +73,26 @@ struct Moments {
 };
 
 HVD_SIMD void add_moments(const float* v, size_t count, Moments& m) {
-  Ints largest = {};
-  Floats sq = {};
+  Ints largest[2] = {};
+  Floats sq[2] = {};  // two of each, since an addition waits for the one before
+  const auto add = [&](const float* from, int k) {
+    const auto x = load_vector<Floats>(from);
+    largest[k] = max(largest[k], magnitudes(x));
+    sq[k] += x * x;
+  };
   size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const auto x = load_vector<Floats>(v + i);
-    largest = max(largest, magnitudes(x));
-    sq += x * x;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    add(v + i, 0);
+    add(v + i + kLanes, 1);
   }
   if (i < count) {
-    float rest[kLanes] = {};
+    float rest[2 * kLanes] = {};
     std::memcpy(rest, v + i, (count - i) * sizeof(float));
-    const auto x = load_vector<Floats>(rest);
-    largest = max(largest, magnitudes(x));
-    sq += x * x;
+    add(rest, 0);
+    add(rest + kLanes, 1);
   }
-  const int32_t most = largest_lane(largest);
-  double sum = sum_lanes(sq);
+  const int32_t most = largest_lane(max(largest[0], largest[1]));
+  double sum = sum_lanes(sq[0]) + sum_lanes(sq[1]);
   if (most > 0 && !(sum > 0x1p-60 && sum < 0x1p120)) {  // squares may have left float32's range
     sum = 0;
     for (i = 0; i < count; ++i) sum += static_cast<double>(v[i]) * static_cast<double>(v[i]);

@@ -22,10 +22,9 @@
 
 namespace hvd_compress {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = 8;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <typename Vector, typename T>
 HVD_INLINE Vector load_vector(const T* from) {
@@ -52,16 +51,15 @@ HVD_INLINE int32_t largest_lane(const Ints& v) {
 
 // Bit j of the result: whether lane j of a comparison holds.
 HVD_INLINE uint64_t lane_bits(const Ints& comparison) {
-  const Bytes bytes = __builtin_convertvector(comparison, Bytes);
+  uint64_t bits = 0;
 #if defined(__SSE2__)
-  return static_cast<uint64_t>(_mm_movemask_epi8(reinterpret_cast<__m128i>(bytes)));
+  __m128 quad[kLanes / 4];
+  std::memcpy(quad, &comparison, sizeof(quad));
+  for (int i = 0; i < kLanes / 4; ++i) bits |= static_cast<uint64_t>(_mm_movemask_ps(quad[i])) << (4 * i);
 #else
-  uint64_t half[2], bits[2];
-  std::memcpy(half, &bytes, sizeof(half));
-  // The multiplication gathers the low bit of each byte in the top byte.
-  for (int i = 0; i < 2; ++i) bits[i] = (half[i] & 0x0101010101010101u) * 0x0102040810204080u >> 56;
-  return bits[0] | bits[1] << 8;
+  for (int j = 0; j < kLanes; ++j) bits |= static_cast<uint64_t>(comparison[j] & 1) << j;
 #endif
+  return bits;
 }
 
 HVD_INLINE double sum_lanes(const Floats& v) {
