@@ -66,8 +66,9 @@ class Bucket:
 
     def clear(self) -> None:
         """Begins a round."""
-        for writer in self._writers.values():
-            writer.clear()
+        self._writers.pop(True, None)  # late segments are rare: after the first round their memory would lie idle
+        if False in self._writers:
+            self._writers[False].clear()
 
     def arrive(self, slot: Slot, round: Round) -> bool:
         """Notes that a segment has come; returns whether it is late."""
