@@ -19,7 +19,6 @@ SPECS = [
     "nuqsgd:bits=3,bucket=100,coding=elias",
     "qsgd:bits=8,feedback=true",
 ]
-EXACT = "none"
 COMPRESSED = [spec for spec in SPECS if spec not in ("none", "fp16")]
 WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true"]
 

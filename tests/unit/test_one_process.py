@@ -8,6 +8,7 @@ import torch
 from horovod.torch.compression import Compressor
 
 from hvd_compress.torch import Compression
+from hvd_compress.torch.exchange import StandIn
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,3 +103,14 @@ def test_passed_without_being_called():
     model = torch.nn.Linear(40, 40)
     with pytest.raises(TypeError, match=r"pass Compression.adacomp\(model.named_parameters\(\)\)"):
         Compression.adacomp.compress(model.weight)
+
+
+@pytest.mark.parametrize("size", [2, 3, 64, 4096])
+def test_stand_in_tells_what_the_op_is(size):
+    stand_ins = torch.stack([StandIn.make(rank, size) for rank in range(size)])
+    rounded = 1 + 2e-6  # as a ring's float32 sum may be off
+    assert StandIn.read(stand_ins.double().mean(0).float() * rounded, size) == 1
+    assert StandIn.read(stand_ins.double().sum(0).float() * rounded, size) == size
+    for other in (stand_ins.amin(0), stand_ins.amax(0), stand_ins.prod(0)):
+        with pytest.raises(ValueError, match="no other op"):
+            StandIn.read(other, size)
