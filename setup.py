@@ -61,7 +61,7 @@ if flags is not None:
     extensions.append(
         Extension(
             "hvd_compress.tensorflow._ops",
-            [*KERNELS, "hvd_compress/csrc/tf_ops.cc"],
+            ["hvd_compress/csrc/message.cc", "hvd_compress/csrc/tf_ops.cc"],  # the kernels it is handed at run time
             depends=HEADERS,
             extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[0]],
             extra_link_args=flags[1],

@@ -16,6 +16,7 @@ import numpy as np
 from hvd_compress._version import __version__
 from hvd_compress.codecs import Codec, Identity, parse
 from hvd_compress.message import WIRE_VERSION
+from hvd_compress.options import check_bucket_bytes
 from hvd_compress.vector import DTYPES
 
 
@@ -31,12 +32,14 @@ class Parameter(NamedTuple):
         shape: In elements.
         dtype: "float32", "float16", "bfloat16", "float64", or another one, which is then not compressed.
         layout: In what order its elements lie in memory, in words; two ranks must agree.
+        key: What ranks know it by, where its name may be another one on each rank; "": its name.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layout: str = "row-major"
+    key: str = ""
 
     @property
     def numel(self) -> int:
@@ -119,8 +122,7 @@ class Plan:
     """
 
     def __init__(self, parameters: Sequence[Parameter], policy: Policy, bucket_bytes: int) -> None:
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r} is not allowed; allowed is a whole number from 1 on")
+        check_bucket_bytes(bucket_bytes)
         policy.check(parameters)
         self.policy = policy
         self.bucket_bytes = bucket_bytes
@@ -152,14 +154,15 @@ class Plan:
             "spec": str(self.policy.codec),
             "bucket_bytes": self.bucket_bytes,
             "parameters": {
-                s.parameter.name: [list(s.parameter.shape), s.parameter.dtype, s.parameter.layout, str(s.codec)]
+                _key(s.parameter): [list(s.parameter.shape), s.parameter.dtype, s.parameter.layout, str(s.codec)]
                 for s in self.segments
             },
         }
 
     def announcement(self) -> np.ndarray:
-        """The description as bytes (uint8), for `compare_announcements`."""
-        text = json.dumps(self.description).encode()
+        """The description as bytes (uint8), for `compare_announcements`, with names for its errors."""
+        names = {_key(s.parameter): s.parameter.name for s in self.segments}
+        text = json.dumps({**self.description, "names": names}).encode()
         return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
 
     @cached_property
@@ -185,9 +188,11 @@ def compare_announcements(data: np.ndarray, ranks: int) -> None:
 def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
     """The first difference between the plans' descriptions of several ranks, in words; None where they agree."""
     (first, mine), *others = descriptions.items()
+    named = {**mine.get("names", {})}
     for rank, other in others:
-        if mine == other and list(mine["parameters"]) == list(other["parameters"]):
+        if _comparable(mine) == _comparable(other):
             continue
+        named = {**other.get("names", {}), **named}
         for key, word in (
             ("version", "hvd_compress version"),
             ("wire", "wire format"),
@@ -200,15 +205,25 @@ def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
         for has, lacks, names in ((first, rank, [*left]), (rank, first, [*right])):
             only = [name for name in names if name not in (right if has == first else left)]
             if only:
-                return f"parameters: rank {has} has {_some(only)}, rank {lacks} has not"
+                return f"parameters: rank {has} has {_some([named.get(key, key) for key in only])}, rank {lacks} has not"
         for name in left:
             for mine_value, other_value, word in zip(
                 left[name], right[name], ("shape", "dtype", "layout", "spec"), strict=True
             ):
                 if mine_value != other_value:
-                    return f"{word} of {name!r}: rank {first} has {mine_value!r}, rank {rank} has {other_value!r}"
+                    return (
+                        f"{word} of {named.get(name, name)!r}: rank {first} has {mine_value!r}, rank {rank} has {other_value!r}"
+                    )
         return f"the order of the parameters: rank {first} has {_some([*left])}, rank {rank} has {_some([*right])}"
     return None
+
+
+def _key(parameter: Parameter) -> str:
+    return parameter.key or parameter.name
+
+
+def _comparable(description: Mapping[str, Any]) -> list[Any]:
+    return [{**description, "names": None}, list(description["parameters"])]
 
 
 def _some(names: Sequence[str]) -> str:

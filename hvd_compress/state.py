@@ -6,35 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress._version import __version__
-from hvd_compress.plan import Plan
+from hvd_compress.plan import Segment
 
 FORMAT = 1
 
 
-def identity(plan: Plan, world_size: int, rank: int) -> dict[str, Any]:
-    """The part of a state that says whose it is, as plain data."""
+def identity(spec: str, parameters: Mapping[str, list[Any]], world_size: int, rank: int) -> dict[str, Any]:
+    """The part of a state that says whose it is, as plain data. `parameters`: shape and codec of each, by name."""
     return {
         "format": FORMAT,
         "version": __version__,
         "world_size": world_size,
         "rank": rank,
-        "spec": str(plan.policy.codec),
-        "parameters": {s.parameter.name: [list(s.parameter.shape), str(s.codec)] for s in plan.segments},
+        "spec": spec,
+        "parameters": dict(parameters),
     }
 
 
-def check(saved: Any) -> None:
-    """Raises ValueError where that is nothing that a compression's state_dict() gave, or one that this version cannot read."""
+def described(segment: Segment) -> list[Any]:
+    """Shape and codec of a segment, for `identity`."""
+    return [list(segment.parameter.shape), str(segment.codec)]
+
+
+def check(saved: Any, **kinds: type) -> None:
+    """Raises ValueError where that is nothing that a compression saved, or one that this version cannot read.
+
+    `kinds`: of what the caller saves besides `identity`.
+    """
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state is a {type(saved).__name__}, not what a compression's state_dict() gives")
     if saved.get("format") != FORMAT:
         raise ValueError(f"the state has format {saved.get('format')!r}, this version of hvd_compress reads {FORMAT}")
-    kinds = {"world_size": int, "rank": int, "spec": str, "seed": int, "step": int, "stepped": bool}
-    kinds |= dict.fromkeys(("parameters", "scales", "residuals"), dict)
-    for key, kind in kinds.items():
+    for key, kind in {"world_size": int, "rank": int, "spec": str, "parameters": dict, "seed": int, **kinds}.items():
         if not isinstance(saved.get(key), kind):
             raise ValueError(f"the state's {key!r} is {saved.get(key)!r}, not what a compression's state_dict() gives")
-    for name, residual in saved["residuals"].items():
+    for name, residual in saved.get("residuals", {}).items():
         expected = saved["parameters"].get(name, [None])[0]
         if list(residual.shape) != expected:
             raise ValueError(f"the state's residual of {name!r} has shape {list(residual.shape)}, its parameter {expected}")

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvd_compress import _kernels
+
+STAND_IN_BYTES = 8
+"""What Horovod's own allreduce gets instead of a gradient: two floats."""
 
 
 @dataclasses.dataclass
@@ -20,7 +28,8 @@ class Counters:
     encode_s: float = 0
     """Seconds in encode."""
     wait_s: float = 0
-    """Seconds that the training thread waited for other ranks' messages."""
+    """Seconds that PyTorch's training thread waited for other ranks' messages; in TensorFlow, where no thread waits, that the
+    bucket's message was under way. Counted with one parameter of each bucket."""
     decode_s: float = 0
     """Seconds in decode."""
     residual_sq: float = 0
@@ -35,6 +44,32 @@ class Counters:
     def residual_norm(self) -> float:
         """L2 norm of the residual that the last step left, in the gradient's units."""
         return math.sqrt(self.residual_sq)
+
+    def count_gathered(self, ranks: int, grad_bytes: float, message_bytes: float, steps: int = 1) -> None:
+        """Sets the bytes of a gradient whose part of a message was gathered, with a stand-in in each step."""
+        self.bytes_dense = _ring(ranks) * grad_bytes
+        self.bytes_sent = (ranks - 1) * message_bytes + _ring(ranks) * STAND_IN_BYTES * steps
+
+    def count_reduced(self, ranks: int, grad_bytes: float, reduced_bytes: float) -> None:
+        """Sets the bytes of a gradient that Horovod's own allreduce carried."""
+        self.bytes_dense = _ring(ranks) * grad_bytes
+        self.bytes_sent = _ring(ranks) * reduced_bytes
+
+    @classmethod
+    def of_session(cls, counted: _kernels.Counters, ranks: int) -> Counters:
+        """What a session counted of a segment."""
+        counters = cls(
+            selected=None if counted.selected < 0 else counted.selected,
+            encode_s=counted.encode_s,
+            wait_s=counted.wait_s,
+            decode_s=counted.decode_s,
+            residual_sq=counted.residual_sq,
+        )
+        if counted.gathered_bytes:
+            counters.count_gathered(ranks, counted.grad_bytes, counted.gathered_bytes, counted.rounds)
+        else:
+            counters.count_reduced(ranks, counted.grad_bytes, counted.reduced_bytes)
+        return counters
 
     def add(self, other: Counters, *, later: bool) -> None:
         """Adds what another one counted, of another parameter or (`later`) of a later step, whose residual replaces ours."""
@@ -58,6 +93,14 @@ class Record(Counters):
         """The counters of one parameter, made where they are not there yet."""
         return self.parameters.setdefault(name, Counters())
 
+    @classmethod
+    def of_parameters(cls, parameters: Mapping[str, Counters]) -> Record:
+        """The record of parameters whose counters are complete."""
+        record = cls(parameters=dict(parameters))
+        for counters in parameters.values():
+            record.add(counters, later=False)
+        return record
+
 
 class Stats:
     """The figures of a compression, always on.
@@ -73,6 +116,13 @@ class Stats:
         self.step = Record()
         self.total = Record()
 
+    @classmethod
+    def of(cls, steps: int, step: Mapping[str, Counters], total: Mapping[str, Counters]) -> Stats:
+        """The figures of so many steps, the last one and all, by parameter."""
+        stats = cls()
+        stats.steps, stats.step, stats.total = steps, Record.of_parameters(step), Record.of_parameters(total)
+        return stats
+
     def finish(self, step: Record) -> None:
         """Takes the record of a step that is over: `of()` was called for its parameters, the sums are made here."""
         for name, counters in step.parameters.items():
@@ -81,3 +131,8 @@ class Stats:
         self.total.add(step, later=True)
         self.step = step
         self.steps += 1
+
+
+def _ring(ranks: int) -> float:
+    """Times its size that a ring allreduce sends of a tensor, from each rank."""
+    return 2 * (ranks - 1) / ranks

@@ -62,7 +62,7 @@ class Codec:
 
     def max_payload(self, n: int) -> int:
         """Upper bound of the payload of `n` elements, in bytes."""
-        return self._kernel.max_payload(n)
+        return self.kernel.max_payload(n)
 
     def encode(self, grad: Vector, residual_in: Vector | None, residual_out: Vector | None, seed: int, out: Vector) -> Encoded:
         """Encodes one segment.
@@ -93,7 +93,7 @@ class Codec:
             addresses = [residual_in.address, residual_out.address]
             if abs(addresses[0] - addresses[1]) < 4 * n:
                 raise ValueError("residual_in and residual_out overlap: the old residual is kept to undo a step")
-        size, selected, residual_sq, finite = self._kernel.encode(
+        size, selected, residual_sq, finite = self.kernel.encode(
             grad.address, getattr(_kernels.DType, grad.dtype), addresses[0], addresses[1], n, seed, out.address
         )
         return Encoded(size, None if selected < 0 else selected, float(residual_sq) ** 0.5, finite)
@@ -107,10 +107,11 @@ class Codec:
         """
         if payload.dtype != "uint8" or out.dtype != "float32":
             raise ValueError(f"decodes uint8 into float32, not {payload.dtype} into {out.dtype}")
-        self._kernel.decode_add(payload.address, payload.length, weight, out.address, out.length)
+        self.kernel.decode_add(payload.address, payload.length, weight, out.address, out.length)
 
     @cached_property
-    def _kernel(self) -> _kernels.Codec:
+    def kernel(self) -> _kernels.Codec:
+        """What encodes and decodes; immutable as well."""
         return _kernels.Codec(self.kernel_kind(), **self.kernel_options())
 
     def __getstate__(self) -> dict[str, Any]:

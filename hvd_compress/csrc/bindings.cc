@@ -1,12 +1,82 @@
 // The Python binding: the four functions over addresses. Whoever calls it keeps the memory alive and of the right size;
 // hvd_compress.codecs is that caller. The GIL is released while a kernel runs.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "codec.h"
+#include "message.h"
 #include "random.h"
+#include "session_state.h"
+#include "stand_in.h"
 
 namespace py = pybind11;
 using namespace hvd_compress;
+
+namespace {
+
+uint8_t* bytes_at(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
+
+// Offset and length of each payload by its segment's index, in the order in which they stand in the message.
+py::tuple as_tuple(const Message& message) {
+  py::dict payloads;
+  for (const Entry& entry : message.entries) payloads[py::int_(entry.index)] = py::make_tuple(entry.offset, entry.bytes);
+  return py::make_tuple(message.flags, message.digest, message.step, payloads);
+}
+
+void bind_messages(py::module_& m) {
+  m.attr("HEADER_BYTES") = kHeaderBytes;
+  m.attr("ENTRY_BYTES") = kEntryBytes;
+  m.def("write_entry", [](uintptr_t at, uint32_t index, uint64_t bytes) { write_entry(bytes_at(at), index, bytes); });
+  m.def("finish_message", [](uintptr_t message, size_t end, uint32_t flags, uint64_t digest, uint64_t step) {
+    return finish_message(bytes_at(message), end, flags, digest, step);
+  });
+  m.def("read_messages", [](uintptr_t data, size_t bytes, int ranks) {
+    py::list messages;
+    for (const Message& message : read_messages(bytes_at(data), bytes, ranks)) messages.append(as_tuple(message));
+    return messages;
+  });
+}
+
+void bind_sessions(py::module_& m) {
+  py::class_<Counters>(m, "Counters")
+      .def_readonly("rounds", &Counters::rounds)
+      .def_readonly("grad_bytes", &Counters::grad_bytes)
+      .def_readonly("gathered_bytes", &Counters::gathered_bytes)
+      .def_readonly("reduced_bytes", &Counters::reduced_bytes)
+      .def_readonly("selected", &Counters::selected)
+      .def_readonly("encode_s", &Counters::encode_s)
+      .def_readonly("wait_s", &Counters::wait_s)
+      .def_readonly("decode_s", &Counters::decode_s)
+      .def_readonly("residual_sq", &Counters::residual_sq);
+
+  // The GIL is let go: an op that holds the session's lock may be waiting for it, to warn.
+  const py::call_guard<py::gil_scoped_release> release;
+  py::class_<SessionState, std::unique_ptr<SessionState, py::nodelete>>(m, "Session")
+      .def("add_segment", &SessionState::add_segment, release)
+      .def("add_group", &SessionState::add_group, release)
+      .def("set_codec", &SessionState::set_codec, release)
+      .def("set_digest", &SessionState::set_digest, release)
+      .def_property("seed", &SessionState::seed, &SessionState::set_seed)
+      .def("fail", &SessionState::fail, release)
+      .def("warn", &SessionState::warn, release)
+      .def("on_warning", &SessionState::on_warning)
+      .def("stats", [](SessionState& session) {
+        SessionState::Stats stats;
+        {
+          py::gil_scoped_release released;
+          stats = session.stats();
+        }
+        return py::make_tuple(stats.rounds, stats.last, stats.total, stats.segments_of_last);
+      });
+  m.def("make_session", &make_session);
+  m.def("session", &find_session, py::return_value_policy::reference);
+  m.attr("SESSION_VERSION") = kSessionVersion;
+  m.attr("FIND_SESSION") =
+      reinterpret_cast<uintptr_t>(static_cast<FindSession>([](int64_t number) -> Session* { return find_session(number); }));
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
   py::enum_<Kind>(m, "Kind")
@@ -26,7 +96,7 @@ PYBIND11_MODULE(_kernels, m) {
 
   py::register_exception<MalformedPayload>(m, "PayloadError", PyExc_ValueError).attr("__module__") = "hvd_compress";
 
-  py::class_<Codec>(m, "Codec")
+  py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec")
       .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback) {
              return create(kind, Options{bin, c, bits, bucket, coding, feedback});
            }),
@@ -51,6 +121,9 @@ PYBIND11_MODULE(_kernels, m) {
            });
 
   m.def("mix_seed", &mix_seed, py::arg("seed"), py::arg("rank"), py::arg("step"), py::arg("segment"));
+  m.def("stand_in_factor", &stand_in_factor);
+  bind_messages(m);
+  bind_sessions(m);
   m.def("checksum",
         [](uintptr_t data, size_t bytes) { return checksum(reinterpret_cast<const uint8_t*>(data), bytes); });
 }

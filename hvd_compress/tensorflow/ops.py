@@ -1,82 +1,30 @@
-"""Encode and decode as TensorFlow ops, over the same kernels as everywhere: the same bytes."""
+"""The custom ops, over the same kernels as everywhere: see csrc/tf_ops.cc."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from hvd_compress.codecs import Codec
+from hvd_compress import _kernels
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-"""The dtypes that a gradient can have."""
+"""The dtypes that a gradient can have to be compressed."""
 
-
-class Encoded(NamedTuple):
-    """What one encoding gave, as tensors; see `hvd_compress.codecs.Encoded`.
-
-    Attributes:
-        payload: uint8 [bytes].
-        residual: float32 [n]; empty where the codec has none.
-        finite: bool.
-        selected: int64; -1 where the codec does not choose.
-        residual_sq: float64, the residual's squared L2 norm.
-    """
-
-    payload: tf.Tensor
-    residual: tf.Tensor
-    finite: tf.Tensor
-    selected: tf.Tensor
-    residual_sq: tf.Tensor
-
-
-def encode(codec: Codec, grad: tf.Tensor, residual: tf.Tensor | None, counter: tf.Tensor) -> Encoded:
-    """Encodes one segment.
-
-    Args:
-        codec: Its options are baked into the graph.
-        grad: Any shape, n elements of one of `DTYPES`.
-        residual: float32 [n]; None where the codec has none.
-        counter: int64 [4]: seed, rank, step, segment.
-    """
-    if residual is None:
-        residual = tf.zeros([0], tf.float32)
-    return Encoded(*_library().hvd_compress_encode(grad=grad, residual=residual, counter=counter, **_attributes(codec)))
-
-
-def decode(codec: Codec, payloads: tf.Tensor, sizes: tf.Tensor, weight: tf.Tensor, elements: tf.Tensor) -> tf.Tensor:
-    """Adds up ``weight * decoded`` of several payloads of one segment, in their order.
-
-    Args:
-        codec: What encoded them.
-        payloads: uint8, one behind the other.
-        sizes: int64, the length of each in bytes; one of length 0 adds nothing.
-        weight: float32.
-        elements: int64, n.
-
-    Returns:
-        float32 [n].
-
-    Raises:
-        tf.errors.InvalidArgumentError: A payload is not one that `encode` wrote for n elements.
-    """
-    return _library().hvd_compress_decode(
-        payloads=payloads, sizes=sizes, weight=weight, elements=elements, **_attributes(codec)
-    )
-
-
-def _attributes(codec: Codec) -> dict[str, Any]:
-    options = codec.kernel_options()
-    if "coding" in options:
-        options["coding"] = int(options["coding"])
-    return {"kind": int(codec.kernel_kind()), **options}
+_OPS = ("Encode", "Pack", "Unpack", "Decode", "Arrive", "Finish")
 
 
 @functools.cache
-def _library() -> Any:
+def library() -> Any:
+    """The module of the ops: hvd_compress_encode and so on.
+
+    Raises:
+        ImportError: The ops were not built, or for another TensorFlow; the text says what to do.
+    """
     path = Path(__file__).with_name("_ops" + sysconfig.get_config_var("EXT_SUFFIX"))
     if not path.exists():
         raise ImportError(
@@ -90,6 +38,10 @@ def _library() -> Any:
             f"hvd_compress's TensorFlow ops were built for another TensorFlow than {tf.__version__}: install hvd_compress "
             f"again ({error.message})"
         ) from error
-    tf.no_gradient("HvdCompressEncode")
-    tf.no_gradient("HvdCompressDecode")
+    connect = ctypes.CDLL(str(path)).hvd_compress_connect
+    connect.argtypes, connect.restype = [ctypes.c_void_p], ctypes.c_int64
+    if connect(_kernels.FIND_SESSION) != _kernels.SESSION_VERSION:
+        raise ImportError("hvd_compress's TensorFlow ops and its kernels are of different versions: install hvd_compress again")
+    for op in _OPS:
+        tf.no_gradient(f"HvdCompress{op}")
     return library

@@ -26,15 +26,12 @@ from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
 from hvd_compress.message import Flags, Message, MessageWriter
+from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, check_seed
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
 from hvd_compress.torch.exchange import Exchange, Gathered, StandIn
 from hvd_compress.torch.round import Bucket, Context, Round
 from hvd_compress.torch.slot import Slot, make_slots, sample, vector
-
-BUCKET_BYTES = 25 * 2**20
-PLAN_SECONDS = 10.0
-"""How long the first `compress` waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
 
 _alive: weakref.WeakSet[CodecCompressor] = weakref.WeakSet()
 _made: dict[int, int] = {}
@@ -78,8 +75,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         grad_scaler: Any = None,
         name: str | None = None,
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed={seed!r} is not allowed; allowed is a whole number from 0 to 2^64 - 1")
         if not isinstance(process_set, hvd.ProcessSet):
             raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.torch.ProcessSet")
         if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
@@ -87,7 +82,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         policy = Policy(parse(codec), min_numel, overrides or {})
         self._slots = make_slots(named_parameters)
         self._bucket_bytes = bucket_bytes
-        self._seed = seed
+        self._seed = check_seed(seed)
         self._grad_scaler = grad_scaler
         self.stats = Stats()
         self._set_plan(policy)
@@ -257,8 +252,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         elif tensor.dtype == torch.bfloat16:  # Horovod does not reduce it
             tensor = tensor.to(torch.float32)
         counters = context.round.record.of(slot.name)
-        counters.bytes_dense = context.round.ring * grad.numel() * grad.element_size()
-        counters.bytes_sent = context.round.ring * tensor.numel() * tensor.element_size()
+        counters.count_reduced(context.round.size, grad.numel() * grad.element_size(), tensor.numel() * tensor.element_size())
         return tensor.contiguous()
 
     def _finish_dense(self, context: Context, reduced: torch.Tensor) -> None:
@@ -287,9 +281,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             if not encoded.finite:
                 writer.flags |= Flags.NONFINITE
         writer.add(slot.segment.index, payload_bytes)
-        counters.bytes_dense = round.ring * flat.numel() * flat.element_size()
         overhead = MessageWriter.ENTRY_BYTES + (MessageWriter.HEADER_BYTES if writer.segments == 1 else 0)
-        counters.bytes_sent = (round.size - 1) * (payload_bytes + overhead) + round.ring * StandIn.BYTES
+        counters.count_gathered(round.size, flat.numel() * flat.element_size(), payload_bytes + overhead)
         counters.encode_s = time.perf_counter() - start
 
     def _decode(self, context: Context, stand_in: torch.Tensor) -> None:
@@ -438,7 +431,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._between_steps("state_dict()")
         residuals = {slot: slot.settled_residual() for slot in self._slots}
         return {
-            **state.identity(self._plan, self._exchange.size, self._exchange.rank),
+            **self._identity(),
             "seed": self._seed,
             "step": self._step,
             "stepped": any(slot.ever_stepped for slot in self._slots),
@@ -457,8 +450,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             ValueError: Something differs, and `strict` is true; the text names it. Or it is no such state.
         """
         self._between_steps("load_state_dict()")
-        state.check(state_dict)
-        found = state.difference(state.identity(self._plan, self._exchange.size, self._exchange.rank), state_dict)
+        state.check(state_dict, step=int, stepped=bool, scales=dict, residuals=dict)
+        found = state.difference(self._identity(), state_dict)
         if found is not None:
             if strict:
                 raise ValueError(f"the state is of another run: {found}. strict=False restarts the residuals at zero")
@@ -469,6 +462,10 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             slot.ever_stepped |= state_dict["stepped"]
         self._seed = state_dict["seed"]
         self._step = state_dict["step"]
+
+    def _identity(self) -> dict[str, Any]:
+        parameters = {segment.parameter.name: state.described(segment) for segment in self._plan.segments}
+        return state.identity(str(self), parameters, self._exchange.size, self._exchange.rank)
 
     def _between_steps(self, what: str) -> None:
         if self._round is not None and self._round.open:

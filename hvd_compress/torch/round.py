@@ -18,7 +18,6 @@ class Round:
     def __init__(self, step: int, exchange: Exchange, repeat: bool, scale: float) -> None:
         self.step = step
         self.size, self.rank = exchange.size, exchange.rank
-        self.ring = 2 * (self.size - 1) / self.size  # times its size that a ring allreduce sends of a tensor, from each rank
         self.stand_in = StandIn.make(self.rank, self.size)
         self.scale = scale  # of the loss
         self.repeat = repeat  # there is no new gradient since the round before

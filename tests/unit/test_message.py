@@ -92,6 +92,12 @@ def test_a_full_writer_has_room_for_its_capacity():
     assert data.size == writer.buffer.size
 
 
+@pytest.mark.parametrize("size", [-1, 12])
+def test_more_than_there_is_room_for_is_refused(size):
+    with pytest.raises(ValueError, match=f"a payload of {size} bytes in a room of 11"):
+        MessageWriter(10, 1).add(0, size)
+
+
 @pytest.mark.parametrize("steps", [(4, 4, 4), (3, 3, 3), (3, 4, 5)])
 def test_every_truncation_is_refused(steps):
     data = np.concatenate(several(steps))
@@ -172,7 +178,7 @@ def damaged(where, dtype, value):
         (damaged(4, "<u4", 4), "a header that is none"),
         (damaged(24, "<u8", HEADER - 1), "a header that is none"),
         (damaged(24, "<u8", 2**64 - 1), "a header that is none"),
-        (damaged(36, "<u8", 2**64 - 1), "segment 1 twice, or cut short"),
+        (damaged(36, "<u8", 2**64 - 1), "segment 1 cut short"),
         (damaged(HEADER + ENTRY + 2, "<u4", 1), "segment 1 twice"),
         (damaged(24, "<u8", HEADER + ENTRY + 2 + 5), "in the middle of a segment"),
         (damaged(24, "<u8", HEADER), "28 bytes follow"),

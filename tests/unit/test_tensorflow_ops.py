@@ -1,12 +1,12 @@
-"""One kernel for both frameworks: the same gradient, residual and seed give the same bytes and the same decoded vector."""
+"""TensorFlow's ops: the same bytes as everywhere, and what a session keeps of a step."""
 
 import numpy as np
 import pytest
-import torch
 from unit.helpers import decode, encode
 
 from hvd_compress import _kernels
 from hvd_compress.codecs import parse
+from hvd_compress.message import Flags, MessageWriter, read_messages
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 from hvd_compress.tensorflow import ops  # noqa: E402
@@ -24,62 +24,162 @@ SPECS = [
         for rest in ("", ",coding=elias", ",feedback=true")
     ),
 ]
-COUNTER = (7, 2, 3, 5)
+SEED, RANK, DIGEST = 7, 2, 2**64 - 5
+AVERAGE, SUM = [1.0, 0.25], [2.0, 0.5]
+"""Of two ranks."""
 
 
-def in_tensorflow(codec, grad, residual):
-    counter = tf.constant(COUNTER, tf.int64)
-    return ops.encode(codec, grad, None if residual is None else tf.convert_to_tensor(residual), counter)
+def variables():
+    residual = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
+    return residual, tf.Variable(tf.constant([0.0, 1.0], tf.float64), trainable=False)
 
 
-def inputs(codec, n):
-    rng = np.random.default_rng(n)
-    grad = rng.standard_normal(n).astype(np.float32)
-    return grad, rng.standard_normal(n).astype(np.float32) if codec.has_residual else None
+class Bench:
+    """A session with one group: gathered members, each of a spec, in one bucket, then dense ones."""
+
+    def __init__(self, *specs, dense=0):
+        self.number = _kernels.make_session(SEED)
+        self.session = _kernels.session(self.number)
+        self.codecs = [parse(spec) for spec in specs]
+        self.members = list(range(len(specs)))
+        segments = [self.session.add_segment(codec.kernel, codec.has_residual) for codec in self.codecs]
+        segments += [self.session.add_segment(parse("none").kernel, False) for _ in range(dense)]
+        self.common = {"session": self.number, "group": self.session.add_group(segments, DIGEST)}
+        self.variables = [variables() for _ in specs]
+        self.warnings = []
+        self.session.on_warning(self.warnings.append)
+
+    def encode(self, grad, member=0, scale=1.0, variable=()):
+        residual, state = self.variables[member]
+        return ops.library().hvd_compress_encode(
+            grad=grad,
+            residual=residual.handle,
+            state=state.handle,
+            world=[RANK, 2],
+            scale=scale,
+            variable=[v.handle for v in variable],
+            member=member,
+            **self.common,
+        )
+
+    def pack(self, messages):
+        return ops.library().hvd_compress_pack(messages=messages, bucket=0, **self.common)
+
+    def unpack(self, gathered):
+        return ops.library().hvd_compress_unpack(gathered=gathered, bucket=0, members=self.members, **self.common)
+
+    def decode(self, gathered, places, grad, member=0, stand_in=AVERAGE):
+        return ops.library().hvd_compress_decode(
+            gathered=gathered, places=places, stand_in=stand_in, grad=grad, member=member, row=member, **self.common
+        )
+
+    def dense(self, op, grad, member, **attributes):
+        return getattr(ops.library(), f"hvd_compress_{op}")(grad=grad, member=member, **attributes, **self.common)
+
+    def step(self, grads, theirs=None, scale=1.0):
+        """A whole step of two ranks that send the same (or where given, that message)."""
+        message = self.pack([self.encode(grad, member, scale) for member, grad in enumerate(grads)])
+        gathered = tf.concat([message, message if theirs is None else theirs], 0)
+        places = self.unpack(gathered)
+        return [self.decode(gathered, places, grad, member) for member, grad in enumerate(grads)]
+
+    def residual(self, member=0):
+        return self.variables[member][0].numpy()
+
+
+def payload_of(message, member=0):
+    array = message.numpy()
+    at, size = read_messages(array, 1)[0].payloads[member]
+    return array[at : at + size]
+
+
+def mixed(step, segment=0):
+    return _kernels.mix_seed(SEED, RANK, step, segment)
+
+
+def gradient(n, seed=None):
+    return np.random.default_rng(n if seed is None else seed).standard_normal(n).astype(np.float32)
+
+
+# --- one kernel for both frameworks
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("n", [0, 1, 333, 5000])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_same_payload_residual_and_decoded_vector(spec, n, in_graph):
-    codec = parse(spec)
-    grad, residual = inputs(codec, n)
-    payload, encoded, left = encode(codec, grad, residual, _kernels.mix_seed(*COUNTER))
+    codec, bench = parse(spec), Bench(spec)
+    encode_op = tf.function(bench.encode) if in_graph else bench.encode
+    residual = None
+    for step in (1, 2):
+        grad = gradient(n, seed=step)
+        payload, encoded, residual = encode(codec, grad, residual, mixed(step))
+        message = encode_op(tf.constant(grad))
+        assert payload_of(message).tobytes() == payload.tobytes()
+        assert read_messages(message.numpy(), 1)[0][:3] == (Flags(0), DIGEST, step)
+        if residual is not None:
+            assert bench.residual().tobytes() == residual.tobytes()
+        else:
+            assert bench.residual().size == 0
 
-    run = tf.function(in_tensorflow) if in_graph else in_tensorflow
-    theirs = run(codec, tf.constant(grad), residual)
-    assert theirs.payload.numpy().tobytes() == payload.tobytes()
-    assert bool(theirs.finite) == encoded.finite
-    assert int(theirs.selected) == (-1 if encoded.selected is None else encoded.selected)
-    if residual is not None and n > 0:
-        assert theirs.residual.numpy().tobytes() == left.tobytes()
-        assert float(theirs.residual_sq) ** 0.5 == pytest.approx(encoded.residual_norm)
+        gathered = tf.concat([message, message], 0)
+        total = bench.decode(gathered, bench.unpack(gathered), tf.constant(grad))
+        out = decode(codec, payload, n, weight=0.5)
+        np.testing.assert_array_equal(total.numpy(), out + out)
 
-    two = tf.concat([theirs.payload, theirs.payload], 0)
-    total = ops.decode(codec, two, [payload.size, payload.size], 0.5, n)
-    out = decode(codec, payload, n, weight=0.5)
-    torch_style = torch.from_numpy(out) + torch.from_numpy(decode(codec, payload, n, weight=0.5))
-    np.testing.assert_array_equal(total.numpy(), torch_style.numpy())
+        if n > 0:
+            steps, last, _, _ = bench.session.stats()
+            assert steps == step
+            assert last[0].selected == (-1 if encoded.selected is None else encoded.selected)
+            assert last[0].residual_sq ** 0.5 == pytest.approx(encoded.residual_norm)
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
 def test_other_dtypes(dtype):
-    codec = parse("nuqsgd:bits=4")
-    grad = tf.cast(tf.constant(inputs(codec, 1000)[0]), dtype)
-    expected, _, _ = encode(codec, tf.cast(grad, tf.float32).numpy(), None, _kernels.mix_seed(*COUNTER))
-    assert in_tensorflow(codec, grad, None).payload.numpy().tobytes() == expected.tobytes()
+    codec, bench = parse("nuqsgd:bits=4"), Bench("nuqsgd:bits=4")
+    grad = tf.cast(tf.constant(gradient(1000)), dtype)
+    expected, _, _ = encode(codec, tf.cast(grad, tf.float32).numpy(), None, mixed(1))
+    message = bench.encode(grad)
+    assert payload_of(message).tobytes() == expected.tobytes()
+    gathered = tf.concat([message, message], 0)
+    result = bench.decode(gathered, bench.unpack(gathered), grad)
+    assert result.dtype == dtype
+    assert result.shape == [1000]
+    mean = tf.constant(decode(codec, expected, 1000))
+    np.testing.assert_array_equal(tf.cast(result, tf.float32), tf.cast(tf.cast(mean, dtype), tf.float32))
 
 
-def test_a_shape_and_no_gradient():
-    codec = parse("adacomp:bin=50")
+def test_a_sum():
+    bench, grad = Bench("none"), tf.constant(gradient(10))
+    message = bench.encode(grad)
+    gathered = tf.concat([message, message], 0)
+    np.testing.assert_array_equal(bench.decode(gathered, bench.unpack(gathered), grad, stand_in=SUM), grad + grad)
+
+
+def test_several_members_travel_in_one_message():
+    bench = Bench("adacomp:bin=50", "qsgd:bits=4", "none")
+    grads = [tf.constant(gradient(n)) for n in (300, 40, 7)]
+    message = bench.pack([bench.encode(grad, member) for member, grad in enumerate(grads)])
+    read = read_messages(message.numpy(), 1)[0]
+    assert list(read.payloads) == [0, 1, 2]
+    assert read[:3] == (Flags(0), DIGEST, 1)
+    for member, (codec, grad) in enumerate(zip(bench.codecs, grads, strict=True)):
+        expected, _, _ = encode(codec, grad.numpy(), None, mixed(1, member))
+        assert payload_of(message, member).tobytes() == expected.tobytes()
+
+
+def test_shapes_and_no_gradient():
+    bench = Bench("adacomp:bin=50")
 
     @tf.function
     def traced(grad):
-        encoded = ops.encode(codec, grad, tf.zeros([12]), tf.constant(COUNTER, tf.int64))
-        assert encoded.payload.shape.as_list() == [None]
-        assert encoded.residual.shape == [12]
-        assert encoded.finite.shape == []
-        return encoded.residual
+        message = bench.encode(grad)
+        assert message.shape.as_list() == [None]
+        places = bench.unpack(message)
+        assert places.shape.as_list() == [None, None, 2]
+        result = bench.decode(message, places, grad, stand_in=[1.0, 0.0])
+        assert result.shape == [3, 4]
+        return result
 
     x = tf.Variable(tf.ones([3, 4]))
     with tf.GradientTape() as tape:
@@ -87,19 +187,201 @@ def test_a_shape_and_no_gradient():
     assert tape.gradient(y, x) is None
 
 
+# --- damaged and foreign messages
+
+
+def test_a_damaged_payload_is_refused():
+    bench, grad = Bench("qsgd:bits=4"), tf.constant(gradient(100))
+    array = bench.encode(grad).numpy()
+    array[60] ^= 1
+    with pytest.raises(tf.errors.InvalidArgumentError, match="checksum"):
+        bench.decode(array, bench.unpack(array), grad, stand_in=[1.0, 0.0])
+
+
+def message(members, digest=DIGEST, step=1, flags=0):
+    writer = MessageWriter(0, len(members))
+    for member in members:
+        writer.add(member, 0)
+    writer.flags = Flags(flags)
+    return writer.buffer[: writer.finish(digest, step)].copy()
+
+
 @pytest.mark.parametrize(
-    ("sizes", "text"),
-    [([10], "payload of 10 bytes"), ([-1], "-1 bytes"), ([10**6], "are left"), ([0], "follow the last payload")],
+    ("gathered", "text"),
+    [
+        (message([0])[:-3], "rank 0's message has a header that is none"),
+        (np.concatenate([message([0]), message([0], digest=3)]), r"rank 1 has another plan than this one. Was set_codec\(\)"),
+        (np.concatenate([message([0]), message([0], step=3)]), "rank 1 is at step 3, rank 0 at step 1"),
+        (np.concatenate([message([0]), message([1])]), "rank 1's message has other segments"),
+        (np.concatenate([message([0]), message([0, 1])]), "rank 1's message has other segments"),
+    ],
 )
-def test_malformed_payloads_are_refused(sizes, text):
-    codec = parse("qsgd:bits=4")
-    payload = in_tensorflow(codec, tf.ones([100]), None).payload
+def test_foreign_messages_are_refused(gathered, text):
+    bench = Bench("none")
+    bench.encode(tf.ones([3]))
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        ops.decode(codec, payload, sizes, 1.0, 100)
+        bench.unpack(gathered)
 
 
-def test_wrong_residual_is_refused():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="residual has 3 elements, the gradient 4"):
-        ops.encode(parse("adacomp:bin=50"), tf.ones([4]), tf.zeros([3]), tf.constant(COUNTER, tf.int64))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="needs a residual"):
-        ops.encode(parse("adacomp:bin=50"), tf.ones([4]), None, tf.constant(COUNTER, tf.int64))
+@pytest.mark.parametrize("stand_in", [[1.0, 0.0], [1.0, 0.5], [2.0, 0.25], [0.0, 0.0], [np.nan, 0.25]])
+def test_another_op_is_refused(stand_in):
+    bench, grad = Bench("none"), tf.ones([3])
+    message = bench.encode(grad)
+    gathered = tf.concat([message, message], 0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="op=hvd.Average and op=hvd.Sum"):
+        bench.decode(gathered, bench.unpack(gathered), grad, stand_in=stand_in)
+
+
+def test_a_residual_of_another_size_is_refused():
+    bench = Bench("adacomp:bin=50")
+    bench.variables[0][0].assign(tf.zeros([3]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the residual has 3 elements, the gradient 4"):
+        bench.encode(tf.ones([4]))
+
+
+def test_a_graph_of_another_process_is_refused():
+    bench = Bench("none")
+    bench.common["session"] = 10**6
+    with pytest.raises(tf.errors.FailedPreconditionError, match="of another process: trace it again"):
+        bench.encode(tf.ones([4]))
+
+
+def test_a_failed_session_says_why():
+    bench = Bench("none")
+    bench.session.fail("the ranks do not compress alike: spec")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the ranks do not compress alike: spec"):
+        bench.encode(tf.ones([4]))
+
+
+# --- the residual and its undoing
+
+
+NONFINITE = np.array([np.nan] * 300, np.float32)
+
+
+def test_a_step_is_undone_where_a_gradient_is_not_finite():
+    bench = Bench("adacomp:bin=50", "qsgd:bits=8,feedback=true")
+    grads = [tf.constant(gradient(300)), tf.constant(gradient(40))]
+    bench.step(grads)
+    before = [bench.residual(0), bench.residual(1)]
+    assert all(np.any(residual != 0) for residual in before)
+    results = bench.step([tf.constant(NONFINITE), grads[1]])
+    assert not np.isfinite(results[0]).any()
+    assert np.isfinite(results[1]).all()
+    for member in (0, 1):
+        np.testing.assert_array_equal(bench.residual(member), before[member])
+    _, last, _, _ = bench.session.stats()
+    assert [c.residual_sq for c in last] == pytest.approx([float(np.sum(r.astype(float) ** 2)) for r in before])
+
+
+def test_a_step_is_undone_where_another_rank_says_so():
+    bench = Bench("adacomp:bin=50")
+    grad = tf.constant(gradient(300))
+    bench.step([grad])
+    before = bench.residual()
+    writer = MessageWriter(1000, 1)
+    payload, _, _ = encode(bench.codecs[0], NONFINITE)
+    writer.buffer[44 : 44 + payload.size] = payload
+    writer.add(0, payload.size)
+    writer.flags = Flags.NONFINITE
+    bench.step([grad], theirs=writer.buffer[: writer.finish(DIGEST, 2)])
+    np.testing.assert_array_equal(bench.residual(), before)
+
+
+def test_a_dense_result_that_is_not_finite_undoes_what_was_finished_before():
+    bench = Bench("adacomp:bin=50", dense=1)
+    grad, bias = tf.constant(gradient(300)), tf.ones([3])
+    bench.dense("arrive", bias, 1, reduced_size=4)
+    bench.step([grad])
+    bench.dense("finish", bias, 1)
+    before = bench.residual()
+    bench.dense("arrive", bias, 1, reduced_size=4)
+    bench.step([grad])
+    assert np.any(bench.residual() != before)
+    bench.dense("finish", bias * np.inf, 1)
+    np.testing.assert_array_equal(bench.residual(), before)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+def test_every_kind_of_not_finite_is_seen(value, dtype):
+    for n, at in ((1, 0), (1000, 999)):
+        bench = Bench("adacomp:bin=50", dense=1)
+        bias = np.full(n, 1.0)
+        bench.dense("arrive", tf.cast(bias, dtype), 1, reduced_size=4)
+        bench.step([tf.constant(gradient(300))])
+        bias[at] = value
+        bench.dense("finish", tf.cast(bias, dtype), 1)
+        np.testing.assert_array_equal(bench.residual(), np.zeros(300))
+
+
+def test_large_finite_values_are_finite():
+    bench = Bench("adacomp:bin=50", dense=1)
+    bias = tf.fill([1000], np.finfo(np.float32).max)
+    bench.dense("arrive", bias, 1, reduced_size=4)
+    bench.step([tf.constant(gradient(300))])
+    bench.dense("finish", bias, 1)
+    assert np.any(bench.residual() != 0)
+
+
+def test_a_gradient_whose_result_nobody_asked_for_is_not_lost():
+    bench = Bench("adacomp:bin=50", "adacomp:bin=50")
+    grads = [tf.constant(gradient(300)), tf.constant(gradient(200))]
+    bench.step(grads)
+    before = [bench.residual(0), bench.residual(1)]
+    message = bench.pack([bench.encode(grad, member) for member, grad in enumerate(grads)])
+    gathered = tf.concat([message, message], 0)
+    bench.decode(gathered, bench.unpack(gathered), grads[0])  # the other one is pruned
+    used = bench.residual(0)
+    assert np.any(used != before[0])
+    payload, _, left = encode(bench.codecs[1], grads[1].numpy(), before[1], mixed(3, 1))
+    assert payload_of(bench.encode(grads[1], 1), 1).tobytes() == payload.tobytes()
+    np.testing.assert_array_equal(bench.residual(0), used)
+    np.testing.assert_array_equal(bench.residual(1), left)
+
+
+def test_the_residual_follows_the_loss_scale():
+    scaled, plain = Bench("adacomp:bin=50"), Bench("adacomp:bin=50")
+    for step, scale in enumerate((4.0, 4.0, 8.0, 2.0)):
+        grad = tf.constant(gradient(300, seed=step))
+        (result,) = scaled.step([grad * scale], scale=scale)
+        (expected,) = plain.step([grad])
+        np.testing.assert_array_equal(result, expected * scale)
+        np.testing.assert_array_equal(scaled.residual(), plain.residual() * scale)
+
+
+def test_what_somebody_holds_is_not_overwritten():
+    bench = Bench("adacomp:bin=50")
+    held = []
+    for step in range(4):
+        bench.step([tf.constant(gradient(300, seed=step))], scale=2.0**step)
+        residual = bench.variables[0][0].read_value()
+        held.append((residual, residual.numpy().copy()))
+    for residual, copy in held:
+        np.testing.assert_array_equal(residual.numpy(), copy)
+
+
+def test_another_codec_sends_what_the_one_before_left():
+    bench = Bench("adacomp:bin=50")
+    grads = [tf.constant(gradient(300, seed=step)) for step in range(3)]
+    (first,) = bench.step([grads[0]])
+    bench.session.set_codec(0, parse("none").kernel, False)
+    (second,) = bench.step([grads[1]])
+    assert bench.residual().size == 0
+    np.testing.assert_allclose(first + second, grads[0] + grads[1], atol=1e-6)
+    np.testing.assert_array_equal(bench.step([grads[2]])[0], grads[2])
+    bench.session.set_codec(0, parse("adacomp:bin=50").kernel, True)
+    bench.step([grads[0]])
+    assert bench.residual().size == 300
+
+
+def test_two_variables_that_share_a_residual_are_noticed():
+    bench, grad = Bench("none"), tf.ones([4])
+    first, second = tf.Variable(grad), tf.Variable(grad)
+    bench.encode(grad, variable=[first])
+    bench.encode(grad, variable=[first])
+    assert bench.warnings == []
+    bench.encode(grad, variable=[second])
+    bench.encode(grad, variable=[first])
+    assert len(bench.warnings) == 1
+    assert "one compression is used for two models" in bench.warnings[0]

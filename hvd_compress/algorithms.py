@@ -1,0 +1,107 @@
+"""One name per algorithm, as Horovod's own `Compression` has: what the namespaces of both frameworks share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+from hvd_compress.codecs import Codec, make, parse
+
+
+class algorithm:  # used as a decorator, like classmethod
+    """A class method that, passed as ``compression=`` without being called, says what is wrong."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, _: Any, owner: type[Algorithms]) -> Any:
+        """The method of the namespace."""
+        name = self._function.__name__
+
+        def compress(_: Any) -> NoReturn:
+            raise TypeError(f"Compression.{name} was not called: pass Compression.{name}({owner.call})")
+
+        bound = functools.update_wrapper(functools.partial(self._function, owner), self._function)
+        bound.compress = compress  # type: ignore[attr-defined]
+        return bound
+
+
+class Algorithms:
+    """What to pass as ``compression=`` to Horovod.
+
+    Each takes what the framework's compression needs (PyTorch: ``model.named_parameters()``; TensorFlow: nothing), the codec's
+    options, and those of the framework's `CodecCompressor`, by keyword. Options are checked at once: ValueError names the
+    option, the value and what is allowed.
+    """
+
+    call: ClassVar[str] = ""
+    """What the framework's users write between the parentheses."""
+    compressor: ClassVar[type]
+    """The framework's `CodecCompressor`."""
+
+    @classmethod
+    def make(cls, codec: str | Codec, *parameters: Any, **options: Any) -> Any:
+        """The compression of a codec."""
+        codec = parse(codec)
+        its_own = [*inspect.signature(cls.compressor).parameters][1:]
+        known = [*(field.name for field in dataclasses.fields(codec)), *its_own]
+        for option in options:
+            if option not in known:
+                raise ValueError(f"{codec.name}: unknown option {option!r}: there are {', '.join(known)}")
+        return cls.compressor(codec, *parameters, **options)
+
+    @algorithm
+    def bf16(cls, *parameters: Any, **options: Any) -> Any:
+        """bfloat16 on the wire, summed in float32."""
+        return cls.make("bf16", *parameters, **options)
+
+    @algorithm
+    def adacomp(cls, *parameters: Any, bin: int | None = None, c: float = 2.0, **options: Any) -> Any:
+        """AdaComp, see `hvd_compress.codecs.AdaComp`: about 40 times fewer bytes for convolutions, 200 for other layers."""
+        return cls.make(make("adacomp", bin=bin, c=c), *parameters, **options)
+
+    @algorithm
+    def qsgd(
+        cls,
+        *parameters: Any,
+        bits: int = 4,
+        bucket: int = 512,
+        coding: str = "fixed",
+        feedback: bool = False,
+        **options: Any,
+    ) -> Any:
+        """QSGD, see `hvd_compress.codecs.QSGD`: 32 / bits times fewer bytes, unbiased."""
+        codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        return cls.make(codec, *parameters, **options)
+
+    @algorithm
+    def qsgdinf(
+        cls,
+        *parameters: Any,
+        bits: int = 4,
+        bucket: int = 512,
+        coding: str = "fixed",
+        feedback: bool = False,
+        **options: Any,
+    ) -> Any:
+        """QSGD with the maximum norm, see `hvd_compress.codecs.QSGDInf`."""
+        codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        return cls.make(codec, *parameters, **options)
+
+    @algorithm
+    def nuqsgd(
+        cls,
+        *parameters: Any,
+        bits: int = 4,
+        bucket: int = 512,
+        coding: str = "fixed",
+        feedback: bool = False,
+        **options: Any,
+    ) -> Any:
+        """NUQSGD, see `hvd_compress.codecs.NUQSGD`: as QSGD, with levels that are finer near zero."""
+        codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        return cls.make(codec, *parameters, **options)

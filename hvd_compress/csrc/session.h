@@ -1,0 +1,71 @@
+// What one compression keeps while a framework's graph calls it from the framework's own threads: which codec each segment
+// has, which step is under way, what must be undone, and what was sent.
+//
+// A group is the gradients that are reduced together, its members; a round is one step of a group, from the first member that
+// arrives to the last that is finished. Undoing is the round's: where any rank's message, or a result, is not finite, every
+// member of the round is taken back, those that were finished already included.
+//
+// The framework's ops are another library than the kernels, so they see this interface alone.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec.h"
+#include "message.h"
+
+namespace hvd_compress {
+
+// Changes whenever this file or codec.h or message.h does: both libraries must have been built of the same.
+constexpr int64_t kSessionVersion = 1;
+
+// What an op needs to encode a member.
+struct Task {
+  std::shared_ptr<const Codec> codec;
+  bool has_residual;
+  uint64_t seed;     // of the compression; the rest is mixed in by whoever knows it
+  int64_t segment;   // its number in the compression
+  uint64_t digest;   // of the group's plan
+};
+
+class Session {
+ public:
+  virtual ~Session() = default;
+
+  // A member's gradient is there. `variable` names what it is the gradient of, so that a second model is noticed; it may be
+  // empty. A member that has come in this round already begins the next one.
+  virtual Task arrive(int64_t group, int64_t member, const std::string& variable) = 0;
+
+  // It was encoded: `undo` takes the change of its residual back.
+  virtual void encoded(int64_t group, int64_t member, const Encoded& encoded, size_t grad_bytes, double seconds,
+                       std::function<void()> undo) = 0;
+
+  // The message of a bucket is handed over to Horovod.
+  virtual void sent(int64_t group, int64_t bucket) = 0;
+
+  // The messages of all ranks are there: parsed, and checked for being of the same plan and step.
+  virtual std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) = 0;
+
+  // A member's result is there.
+  virtual void finished(int64_t group, int64_t member, bool finite, double seconds) = 0;
+
+  // As `encoded`, for one that Horovod's own allreduce carries: so many bytes of it.
+  virtual void reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) = 0;
+
+  // What decodes a member.
+  virtual std::shared_ptr<const Codec> codec(int64_t group, int64_t member) = 0;
+
+  // Room for what the framework wants to keep with a segment.
+  virtual std::shared_ptr<void>& attachment(int64_t segment) = 0;
+
+  // Says something to the user, once.
+  virtual void warn(const std::string& text) = 0;
+};
+
+// The session with that number, or null.
+using FindSession = Session* (*)(int64_t);
+
+}  // namespace hvd_compress

@@ -1,0 +1,108 @@
+// The one Session there is, with what Python calls. Every method may be called from any thread.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "session.h"
+
+namespace hvd_compress {
+
+// The figures of one segment, in one round or in all.
+struct Counters {
+  int64_t rounds = 0;
+  int64_t grad_bytes = 0;
+  int64_t gathered_bytes = 0;  // payload, and what its message adds
+  int64_t reduced_bytes = 0;   // that Horovod's own allreduce carried instead
+  int64_t selected = -1;
+  double encode_s = 0, wait_s = 0, decode_s = 0;
+  double residual_sq = 0;
+
+  void add(const Counters& later);
+};
+
+class SessionState final : public Session {
+ public:
+  explicit SessionState(uint64_t seed) : seed_(seed) {}
+
+  // Numbers of their own count up from 0.
+  int64_t add_segment(std::shared_ptr<const Codec> codec, bool has_residual);
+  int64_t add_group(const std::vector<int64_t>& segments, uint64_t digest);
+
+  void set_codec(int64_t segment, std::shared_ptr<const Codec> codec, bool has_residual);
+  void set_digest(int64_t group, uint64_t digest);
+  void set_seed(uint64_t seed);
+  uint64_t seed();
+
+  // Every later `arrive` throws this.
+  void fail(const std::string& text);
+  void on_warning(std::function<void(const std::string&)> call);
+
+  struct Stats {
+    int64_t rounds = 0;
+    std::vector<Counters> last, total;     // by segment
+    std::vector<int64_t> segments_of_last;  // which ones the last round had
+  };
+  Stats stats();
+
+  Task arrive(int64_t group, int64_t member, const std::string& variable) override;
+  void encoded(int64_t group, int64_t member, const Encoded& encoded, size_t grad_bytes, double seconds,
+               std::function<void()> undo) override;
+  void sent(int64_t group, int64_t bucket) override;
+  std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) override;
+  void finished(int64_t group, int64_t member, bool finite, double seconds) override;
+  void reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) override;
+  std::shared_ptr<const Codec> codec(int64_t group, int64_t member) override;
+  std::shared_ptr<void>& attachment(int64_t segment) override;
+  void warn(const std::string& text) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Segment {
+    std::shared_ptr<const Codec> codec;
+    bool has_residual = false;
+    std::shared_ptr<void> attachment;
+    std::string variable;
+    Counters last, total;
+  };
+
+  struct Member {
+    int64_t segment = 0;
+    bool arrived = false, finished = false;
+    std::function<void()> undo;
+    Counters now;
+  };
+
+  struct Group {
+    std::vector<Member> members;
+    uint64_t digest = 0;
+    size_t finished = 0;
+    bool open = false, nonfinite = false;
+    std::map<int64_t, Clock::time_point> sent;  // by bucket
+  };
+
+  void take_back(Member& member);
+  void note_nonfinite(Group& group);
+  void close(Group& group);
+
+  std::mutex mutex_;
+  uint64_t seed_;
+  std::deque<Segment> segments_;  // a deque: references stay good while others are added
+  std::deque<Group> groups_;
+  int64_t rounds_ = 0;
+  std::vector<int64_t> segments_of_last_;
+  std::string failure_;
+  std::mutex warning_mutex_;
+  std::set<std::string> warned_;
+  std::function<void(const std::string&)> warning_;
+};
+
+// Sessions live as long as the process: a framework's graph may call one at any time.
+int64_t make_session(uint64_t seed);
+SessionState* find_session(int64_t number);
+
+}  // namespace hvd_compress

@@ -1,0 +1,24 @@
+"""Options that the compressions of both frameworks have: defaults, and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BUCKET_BYTES = 25 * 2**20
+"""How much gradient travels in one message."""
+PLAN_SECONDS = 10.0
+"""How long a rank waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
+
+
+def check_seed(seed: Any) -> int:
+    """The seed; ValueError where it is none."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed!r} is not allowed; allowed is a whole number from 0 to 2^64 - 1")
+    return seed
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> int:
+    """The size of a bucket; ValueError where it is none."""
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} is not allowed; allowed is a whole number from 1 on")
+    return bucket_bytes

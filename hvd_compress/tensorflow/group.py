@@ -1,0 +1,186 @@
+"""Gradients that are reduced together: their plan, and what is traced for them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvd_compress import _kernels
+from hvd_compress.codecs import Codec
+from hvd_compress.plan import Parameter, Plan, Policy
+from hvd_compress.tensorflow import ops
+from hvd_compress.tensorflow.exchange import Exchange
+from hvd_compress.tensorflow.gradients import Gradients, loss_scale
+from hvd_compress.tensorflow.slot import Slot
+
+
+class Group:
+    """Variables whose gradients Horovod reduces together, in that order, and how they are compressed.
+
+    What travels together was decided by the first plan, since it is part of the graphs that were traced; another plan can
+    only give the segments other codecs.
+    """
+
+    def __init__(
+        self, index: int, slots: Sequence[Slot], parameters: list[Parameter], policy: Policy, bucket_bytes: int
+    ) -> None:
+        self._index = index
+        self.slots = list(slots)
+        self._parameters = parameters
+        self._bucket_bytes = bucket_bytes
+        self.plan = Plan(parameters, policy, bucket_bytes)
+        self._buckets = [[segment.index for segment in bucket] for bucket in self.plan.buckets]
+        self._gathered = {member for bucket in self._buckets for member in bucket}
+        self._numbers: list[int] = []  # the session's, one for each time that one graph has the group
+        self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def set_policy(self, policy: Policy, session: _kernels.Session) -> list[str]:
+        """Takes other codecs; returns the names of the parameters that cannot, since Horovod's allreduce carries them."""
+        self.plan = Plan(self._parameters, policy, self._bucket_bytes)
+        for number in self._numbers:
+            session.set_digest(number, self.plan.digest)
+        refused = []
+        for member, segment in enumerate(self.plan.segments):
+            if member in self._gathered:
+                codec = segment.codec
+                session.set_codec(self.slots[member].segment, codec.kernel, codec.has_residual)
+            elif segment.codec.allreduce_dtype is None:
+                refused.append(segment.parameter.name)
+        return refused
+
+    def trace(self, found: Gradients, session_number: int, exchange: Exchange, scaler: Any) -> Traced:
+        """Adds to the graph what comes before Horovod's own allreduces."""
+        session = _kernels.session(session_number)
+        grads = [found.grads[place] for place in found.dense]
+        variables = [found.variables[place] for place in found.dense]
+        graph = grads[0].graph
+        time = self._times.get(graph, 0)
+        self._times[graph] = time + 1
+        while len(self._numbers) <= time:
+            self._numbers.append(session.add_group([slot.segment for slot in self.slots], self.plan.digest))
+        common = {"session": session_number, "group": self._numbers[time]}
+        name = f"{self._index}" + (f".{time}" if time else "")
+        with _beside(grads[0]):
+            world = exchange.world()
+            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", world, {}, {}, self.plan, collections.Counter())
+            scale = loss_scale(scaler)
+            for bucket, members in enumerate(self._buckets):
+                messages = [
+                    ops.library().hvd_compress_encode(
+                        grad=grads[member],
+                        residual=self.slots[member].residual.handle,
+                        state=self.slots[member].state.handle,
+                        world=world,
+                        scale=scale,
+                        variable=_handle(variables[member]),
+                        member=member,
+                        **common,
+                    )
+                    for member in members
+                ]
+                message = ops.library().hvd_compress_pack(messages=messages, bucket=bucket, **common)
+                gathered = exchange.allgather(f"{name}.bucket.{bucket}", message)
+                places = ops.library().hvd_compress_unpack(gathered=gathered, bucket=bucket, members=members, **common)
+                for row, member in enumerate(members):
+                    traced.gathered[member] = (gathered, places, row)
+            for member, grad in enumerate(grads):
+                if member not in self._gathered and grad.dtype in ops.DTYPES:
+                    traced.arrived[member] = ops.library().hvd_compress_arrive(
+                        grad=grad,
+                        member=member,
+                        reduced_size=_reduced_dtype(self.plan.segments[member].codec, grad.dtype).size,
+                        **common,
+                    )
+        return traced
+
+
+class Traced(NamedTuple):
+    """A group in one graph.
+
+    Attributes:
+        found: Horovod's own list of the gradients, by which a trace is known.
+        grads: The gradients of its members.
+        common: Attributes that all ops have.
+        prefix: Begins the names of tensors that Horovod names its operations after.
+        world: The own rank and the number of ranks.
+        gathered: By member, the messages of all ranks, the places of the payloads in them, and the member's row there.
+        arrived: By member, a gradient that Horovod's own allreduce is to carry.
+        plan: As it was.
+        taken: How often `compress` has been called with a gradient, by its id.
+    """
+
+    found: Sequence[Any]
+    grads: list[tf.Tensor]
+    common: dict[str, int]
+    prefix: str
+    world: tf.Tensor
+    gathered: dict[int, tuple[tf.Tensor, tf.Tensor, int]]
+    arrived: dict[int, tf.Tensor]
+    plan: Plan
+    taken: collections.Counter[int]
+
+    def take(self, tensor: tf.Tensor) -> int:
+        """The member whose gradient that is; where several have the same tensor, the next one."""
+        members = [member for member, grad in enumerate(self.grads) if grad is tensor]
+        self.taken[id(tensor)] += 1
+        return members[self.taken[id(tensor)] - 1]
+
+    def to_reduce(self, member: int) -> tf.Tensor:
+        """What Horovod's own allreduce gets of a member."""
+        name = f"{self.prefix}_gradient_{member}"
+        if member in self.gathered:
+            one = tf.ones([], tf.float64)
+            rank = self.world[0] / self.world[1]
+            return tf.cast(tf.stack([one, rank]), tf.float32, name=name)
+        if member in self.arrived:
+            grad = self.arrived[member]
+            return tf.cast(grad, _reduced_dtype(self.plan.segments[member].codec, grad.dtype), name=name)
+        return self.grads[member]
+
+    def result(self, member: int, reduced: tf.Tensor) -> tf.Tensor:
+        """The mean or sum of a member's gradients, from what Horovod's own allreduce gave."""
+        grad = self.grads[member]
+        if member in self.gathered:
+            gathered, places, row = self.gathered[member]
+            result = ops.library().hvd_compress_decode(
+                gathered=gathered, places=places, stand_in=reduced, grad=grad, member=member, row=row, **self.common
+            )
+        elif member in self.arrived:
+            reduced = tf.cast(reduced, grad.dtype)
+            result = ops.library().hvd_compress_finish(grad=reduced, member=member, **self.common)
+        else:
+            return reduced
+        result.set_shape(grad.shape)
+        return result
+
+
+def _reduced_dtype(codec: Codec, dtype: tf.DType) -> tf.DType:
+    if codec.allreduce_dtype == "float16":
+        return tf.float16
+    return tf.float32 if dtype == tf.bfloat16 else dtype  # Horovod does not reduce it
+
+
+def _handle(variable: Any) -> list[tf.Tensor]:
+    handle = getattr(variable, "handle", None)
+    return [] if handle is None or handle.dtype != tf.resource else [handle]
+
+
+@contextlib.contextmanager
+def _beside(tensor: tf.Tensor) -> Iterator[None]:
+    """The graph that the gradient is in, outside of the tf.cond that Horovod is tracing for it.
+
+    There, what is made of one gradient can be put into a message with what is made of others.
+    """
+    graph = tensor.graph
+    with graph.as_default(), tf.device("CPU:0"):
+        context = graph._get_control_flow_context()  # of a tf.cond of TensorFlow 1, which is no graph of its own
+        graph._set_control_flow_context(tensor.op._get_control_flow_context())
+        try:
+            yield
+        finally:
+            graph._set_control_flow_context(context)
