@@ -228,7 +228,7 @@ def test_another_op_is_refused(stand_in):
     bench, grad = Bench("none"), tf.ones([3])
     message = bench.encode(grad)
     gathered = tf.concat([message, message], 0)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="op=hvd.Average and op=hvd.Sum"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"op=hvd\.Average and op=hvd\.Sum"):
         bench.decode(gathered, bench.unpack(gathered), grad, stand_in=stand_in)
 
 

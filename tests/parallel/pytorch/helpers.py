@@ -1,41 +1,18 @@
-"""Models, gradients and a channel between the ranks that is not Horovod's."""
-
-import os
+"""Models, gradients and optimizers."""
 
 import horovod.torch as hvd
 import torch
+from parallel import common
 
 from hvd_compress.torch import Compression
 
-SPECS = [
-    "none",
-    "fp16",
-    "bf16",
-    "adacomp",
-    "adacomp:bin=50,c=1",
-    "qsgd:bits=4",
-    "qsgdinf:bits=2",
-    "nuqsgd:bits=4",
-    "nuqsgd:bits=3,bucket=100,coding=elias",
-    "qsgd:bits=8,feedback=true",
-]
-COMPRESSED = [spec for spec in SPECS if spec not in ("none", "fp16")]
-WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true"]
-
 
 def gather(value):
-    """That value of every rank, in order: over mpi4py, and over Horovod itself only where there is no MPI."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        from mpi4py import MPI
-
-        return MPI.COMM_WORLD.allgather(value)
-    return hvd.allgather_object(value)
+    return common.gather(value, hvd)
 
 
 def assert_equal_on_all_ranks(tensors):
-    mine = [t.detach().to(torch.float64).numpy().tobytes() for t in tensors]
-    for rank, theirs in enumerate(gather(mine)):
-        assert theirs == mine, f"rank {hvd.rank()} and rank {rank} differ"
+    common.assert_equal_on_all_ranks([t.detach().to(torch.float64).numpy() for t in tensors], hvd)
 
 
 def convnet(dtype=torch.float32, memory_format=torch.contiguous_format):

@@ -3,7 +3,8 @@
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import WITH_RESIDUAL, Vectors, assert_equal_on_all_ranks, distributed, random
+from helpers import Vectors, assert_equal_on_all_ranks, distributed, random
+from parallel.common import WITH_RESIDUAL
 
 INF = float("inf")
 

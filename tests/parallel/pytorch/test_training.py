@@ -3,7 +3,8 @@
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import COMPRESSED, SPECS, Vectors, assert_equal_on_all_ranks, convnet, distributed, loss_of, random
+from helpers import Vectors, assert_equal_on_all_ranks, convnet, distributed, loss_of, random
+from parallel.common import COMPRESSED, SPECS
 
 from hvd_compress import _kernels
 from hvd_compress.codecs import parse

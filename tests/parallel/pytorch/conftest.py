@@ -1,0 +1,21 @@
+"""PyTorch's side of ../conftest.py."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _horovod():
+    torch.set_num_threads(1)
+    hvd.init()
+
+
+@pytest.fixture(autouse=True)
+def _same_start(_horovod):
+    torch.manual_seed(1)
+
+
+@pytest.fixture(scope="session")
+def ranks(_horovod):
+    return hvd.size()

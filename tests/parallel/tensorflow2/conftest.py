@@ -1,0 +1,25 @@
+"""TensorFlow's side of ../conftest.py."""
+
+import os
+
+os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
+
+import horovod.tensorflow as hvd
+import pytest
+import tensorflow as tf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _horovod():
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+
+
+@pytest.fixture(autouse=True)
+def _same_start(_horovod):
+    tf.keras.utils.set_random_seed(1)
+
+
+@pytest.fixture(scope="session")
+def ranks(_horovod):
+    return hvd.size()
