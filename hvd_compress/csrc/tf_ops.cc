@@ -55,8 +55,13 @@ REGISTER_OP("HvdCompressEncode")
     .Input("scale: float")
     .Input("variable: N * resource")
     .Output("message: uint8")
+    .Output("stand_in: float")
     .SetIsStateful()
-    .SetShapeFn(vector_of_bytes)
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, c->Vector(2));
+      return tensorflow::OkStatus();
+    })
     .Doc(R"doc(
 Encodes a gradient together with its residual, as a message of one segment.
 
@@ -67,6 +72,8 @@ world: The own rank and the number of ranks.
 scale: Of the loss.
 variable: What it is the gradient of, to notice a second model. It is not touched.
 message: Its bytes.
+stand_in: What Horovod's own allreduce gets: (1, rank / n). Not a constant of the graph, since Horovod's ops are not stateful:
+  TensorFlow's optimizer would run the allreduce of a constant once, when it folds constants, and never again.
 )doc");
 
 REGISTER_OP("HvdCompressPack")
@@ -254,6 +261,10 @@ class EncodeOp final : public MemberOp {
     const size_t length = finish_message(out, begin + encoded.bytes, encoded.finite ? 0 : kNonFinite, task.digest,
                                          static_cast<uint64_t>(step));
     context->set_output(0, message.Slice(0, static_cast<int64_t>(length)));  // the same memory
+    Tensor* stand_in;
+    OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({2}), &stand_in));
+    stand_in->flat<float>()(0) = 1.0f;
+    stand_in->flat<float>()(1) = static_cast<float>(static_cast<double>(world(0)) / world(1));
     session_->encoded(group_, member_, encoded, grad.TotalBytes(), seconds_since(start), std::move(undo));
   }
 

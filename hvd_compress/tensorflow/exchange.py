@@ -56,9 +56,10 @@ class Exchange:
     def _run(self, name: str, data: np.ndarray) -> np.ndarray:
         # A graph and a session of its own: it works in eager and in graph mode, and while another graph is traced.
         with tf.Graph().as_default(), tf.device("CPU:0"):
-            gathered = self.allgather(name, tf.constant(data))
+            message = tf.compat.v1.placeholder(tf.uint8, [None])
+            gathered = self.allgather(name, message)
             with tf.compat.v1.Session() as session:
-                return np.asarray(session.run(gathered))
+                return np.asarray(session.run(gathered, {message: data}))
 
 
 class Gathered:

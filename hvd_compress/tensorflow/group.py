@@ -66,37 +66,58 @@ class Group:
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
+            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", {}, {}, self.plan, collections.Counter())
             world = exchange.world()
-            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", world, {}, {}, self.plan, collections.Counter())
             scale = loss_scale(scaler)
             for bucket, members in enumerate(self._buckets):
-                messages = [
-                    ops.library().hvd_compress_encode(
-                        grad=grads[member],
-                        residual=self.slots[member].residual.handle,
-                        state=self.slots[member].state.handle,
-                        world=world,
-                        scale=scale,
-                        variable=_handle(variables[member]),
-                        member=member,
-                        **common,
-                    )
-                    for member in members
-                ]
+                messages, stand_ins = zip(
+                    *(
+                        ops.library().hvd_compress_encode(
+                            grad=grads[member],
+                            residual=self.slots[member].residual.handle,
+                            state=self.slots[member].state.handle,
+                            world=world,
+                            scale=scale,
+                            variable=_handle(variables[member]),
+                            member=member,
+                            name=f"hvd_compress_{name}_gradient_{member}",
+                            **common,
+                        )
+                        for member in members
+                    ),
+                    strict=True,
+                )
                 message = ops.library().hvd_compress_pack(messages=messages, bucket=bucket, **common)
                 gathered = exchange.allgather(f"{name}.bucket.{bucket}", message)
                 places = ops.library().hvd_compress_unpack(gathered=gathered, bucket=bucket, members=members, **common)
                 for row, member in enumerate(members):
-                    traced.gathered[member] = (gathered, places, row)
+                    traced.gathered[member] = GatheredMember(stand_ins[row], gathered, places, row)
             for member, grad in enumerate(grads):
                 if member not in self._gathered and grad.dtype in ops.DTYPES:
                     traced.arrived[member] = ops.library().hvd_compress_arrive(
                         grad=grad,
                         member=member,
+                        name=f"hvd_compress_{name}_gradient_{member}",
                         reduced_size=_reduced_dtype(self.plan.segments[member].codec, grad.dtype).size,
                         **common,
                     )
         return traced
+
+
+class GatheredMember(NamedTuple):
+    """A member whose payload travels in a message.
+
+    Attributes:
+        stand_in: What Horovod's own allreduce gets.
+        gathered: The messages of all ranks.
+        places: Where the payloads of the bucket's members are in them.
+        row: The member's, in `places`.
+    """
+
+    stand_in: tf.Tensor
+    gathered: tf.Tensor
+    places: tf.Tensor
+    row: int
 
 
 class Traced(NamedTuple):
@@ -107,8 +128,7 @@ class Traced(NamedTuple):
         grads: The gradients of its members.
         common: Attributes that all ops have.
         prefix: Begins the names of tensors that Horovod names its operations after.
-        world: The own rank and the number of ranks.
-        gathered: By member, the messages of all ranks, the places of the payloads in them, and the member's row there.
+        gathered: By member, what is gathered.
         arrived: By member, a gradient that Horovod's own allreduce is to carry.
         plan: As it was.
         taken: How often `compress` has been called with a gradient, by its id.
@@ -118,8 +138,7 @@ class Traced(NamedTuple):
     grads: list[tf.Tensor]
     common: dict[str, int]
     prefix: str
-    world: tf.Tensor
-    gathered: dict[int, tuple[tf.Tensor, tf.Tensor, int]]
+    gathered: dict[int, GatheredMember]
     arrived: dict[int, tf.Tensor]
     plan: Plan
     taken: collections.Counter[int]
@@ -132,21 +151,19 @@ class Traced(NamedTuple):
 
     def to_reduce(self, member: int) -> tf.Tensor:
         """What Horovod's own allreduce gets of a member."""
-        name = f"{self.prefix}_gradient_{member}"
         if member in self.gathered:
-            one = tf.ones([], tf.float64)
-            rank = self.world[0] / self.world[1]
-            return tf.cast(tf.stack([one, rank]), tf.float32, name=name)
+            return self.gathered[member].stand_in
         if member in self.arrived:
             grad = self.arrived[member]
-            return tf.cast(grad, _reduced_dtype(self.plan.segments[member].codec, grad.dtype), name=name)
+            dtype = _reduced_dtype(self.plan.segments[member].codec, grad.dtype)
+            return tf.cast(grad, dtype, name=f"{self.prefix}_gradient_{member}_{dtype.name}")
         return self.grads[member]
 
     def result(self, member: int, reduced: tf.Tensor) -> tf.Tensor:
         """The mean or sum of a member's gradients, from what Horovod's own allreduce gave."""
         grad = self.grads[member]
         if member in self.gathered:
-            gathered, places, row = self.gathered[member]
+            _, gathered, places, row = self.gathered[member]
             result = ops.library().hvd_compress_decode(
                 gathered=gathered, places=places, stand_in=reduced, grad=grad, member=member, row=row, **self.common
             )

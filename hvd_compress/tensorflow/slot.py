@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 class Slot(tf.Module):  # type: ignore[misc]
@@ -47,14 +48,15 @@ class Slot(tf.Module):  # type: ignore[misc]
 
 
 def _local_variable(value: list[float], dtype: tf.DType, shape: list[int | None], name: str) -> tf.Variable:
-    return tf.compat.v1.Variable(
-        tf.constant(value, dtype, [len(value)]),
+    # The class itself: tf.Variable asks the variable creators of a tf.function that is being traced, and they refuse all but
+    # its first trace.
+    return ResourceVariable(
+        initial_value=tf.constant(value, dtype, [len(value)]),
         trainable=False,
         collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
         dtype=dtype,
         shape=tf.TensorShape(shape),
         name=name,
-        use_resource=True,
     )
 
 

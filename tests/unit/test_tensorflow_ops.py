@@ -50,12 +50,15 @@ class Bench:
         self.session.on_warning(self.warnings.append)
 
     def encode(self, grad, member=0, scale=1.0, variable=()):
+        return self.encode_op(grad, member, scale, variable)[0]
+
+    def encode_op(self, grad, member=0, scale=1.0, variable=(), world=(RANK, 2)):
         residual, state = self.variables[member]
         return ops.library().hvd_compress_encode(
             grad=grad,
             residual=residual.handle,
             state=state.handle,
-            world=[RANK, 2],
+            world=list(world),
             scale=scale,
             variable=[v.handle for v in variable],
             member=member,
@@ -154,6 +157,12 @@ def test_a_sum():
     message = bench.encode(grad)
     gathered = tf.concat([message, message], 0)
     np.testing.assert_array_equal(bench.decode(gathered, bench.unpack(gathered), grad, stand_in=SUM), grad + grad)
+
+
+def test_the_stand_in():
+    for rank in range(3):
+        _, stand_in = Bench("none").encode_op(tf.ones([4]), world=(rank, 3))
+        np.testing.assert_array_equal(stand_in, np.array([1, rank / 3], np.float32))
 
 
 def test_several_members_travel_in_one_message():
