@@ -129,7 +129,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
                 "hvd.DistributedGradientTape reduces: it is sent uncompressed."
             )
             return tensor, None
-        if self._exchange.is_alone:
+        if self._exchange.is_alone or found.is_export:
             return tensor, None
         traced = self._tracer.traced(found)
         member = traced.take(tensor)

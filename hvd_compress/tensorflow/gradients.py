@@ -33,6 +33,14 @@ class Gradients(NamedTuple):
     loss_scale_optimizer: Any
 
     @property
+    def is_export(self) -> bool:
+        """Whether it is traced to be exported, with stand-ins for variables, as `model.save` does, often on one rank alone."""
+        with tf.init_scope():
+            eager = tf.executing_eagerly()
+        handles = [getattr(variable, "handle", None) for variable in self.variables]
+        return eager and any(handle is not None and tf.is_symbolic_tensor(handle) for handle in handles)
+
+    @property
     def dense(self) -> list[int]:
         """Places of those that Horovod compresses: tensors."""
         return [i for i, grad in enumerate(self.grads) if isinstance(grad, tf.Tensor)]
