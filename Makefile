@@ -9,11 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # The versions that are tried together.
-FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.*
+FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.* tf_keras==2.21.*
 
 # More ranks than cores: Open MPI must yield while it waits, and each rank computes on one thread.
 export OMP_NUM_THREADS := 1
 export TF_CPP_MIN_LOG_LEVEL := 3
+# Horovod's Keras is the one before Keras 3.
+export TF_USE_LEGACY_KERAS := 1
 MPI := --mpi --mpi-args="--oversubscribe --bind-to none --mca mpi_yield_when_idle 1 --mca orte_tag_output 0"
 HOROVODRUN := $(BIN)/horovodrun
 PARALLEL := $(BIN)/python -m pytest -x -q --color=no --capture=sys tests/parallel
@@ -25,9 +27,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q tests/unit
-	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)
-	$(HOROVODRUN) -np 3 $(MPI) $(PARALLEL)
-	$(HOROVODRUN) -np 2 --gloo $(PARALLEL) -m "gloo"
+	for framework in pytorch tensorflow2; do \
+	  $(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/$$framework && \
+	  $(HOROVODRUN) -np 3 $(MPI) $(PARALLEL)/$$framework && \
+	  $(HOROVODRUN) -np 2 --gloo $(PARALLEL)/$$framework -m "gloo" || exit 1; \
+	done
 
 lint: setup
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ from hvd_compress.vector import DTYPES
 class MismatchError(RuntimeError):
     """Ranks do not compress alike; the text names the difference. Raised on every rank."""
 
+    __init__ = Exception.__init__  # by which AutoGraph knows that it can raise it again, with more text, in traced code
+
 
 class Parameter(NamedTuple):
     """What a plan needs to know of a parameter.
