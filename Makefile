@@ -40,7 +40,7 @@ lint: setup
 
 setup: $(VENV)/.installed
 
-$(VENV)/.horovod: docker/install_horovod.sh docker/install_debian_packages.sh
+$(VENV)/.horovod: Makefile docker/install_horovod.sh docker/install_debian_packages.sh
 	docker/install_debian_packages.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(FRAMEWORKS)

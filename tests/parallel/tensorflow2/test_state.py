@@ -47,6 +47,7 @@ def path(tmp_path):
     return os.path.join(gather(str(tmp_path))[0], f"rank{hvd.rank()}", "checkpoint")
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("how", ["eager", "function"])
 @pytest.mark.parametrize("when", ["before the first step", "after a step"])
 @pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4", "nuqsgd:bits=2,feedback=true"])

@@ -77,6 +77,7 @@ def trained(compression, how, steps=16):
     return [v.numpy() for v in model.trainable_variables], losses
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("how", ["eager", "function"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_tape(spec, how):
