@@ -23,7 +23,8 @@ PARALLEL := $(BIN)/python -m pytest -x -q --color=no --capture=sys tests/paralle
 .PHONY: demo test lint setup clean
 
 demo: setup
-	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/pytorch_digits.py --plot demo.png
+	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/pytorch_digits.py --plot demo.png --json demo.json
+	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/tensorflow2_digits.py --beside demo.json
 
 test: setup
 	$(BIN)/python -m pytest -q tests/unit
