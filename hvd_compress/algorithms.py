@@ -47,10 +47,11 @@ class Algorithms:
     def make(cls, codec: str | Codec, *parameters: Any, **options: Any) -> Any:
         """The compression of a codec."""
         codec = parse(codec)
-        its_own = [*inspect.signature(cls.compressor).parameters][1:]
-        known = [*(field.name for field in dataclasses.fields(codec)), *its_own]
+        of_compressor = inspect.signature(cls.compressor).parameters
+        known = [field.name for field in dataclasses.fields(codec)]
+        known += [name for name, parameter in of_compressor.items() if parameter.kind is parameter.KEYWORD_ONLY]
         for option in options:
-            if option not in known:
+            if option not in known and option not in of_compressor:
                 raise ValueError(f"{codec.name}: unknown option {option!r}: there are {', '.join(known)}")
         return cls.compressor(codec, *parameters, **options)
 
