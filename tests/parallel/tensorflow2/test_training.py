@@ -33,7 +33,7 @@ def horovods_callbacks():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_fit_with_horovods_callbacks(spec):
+def test_fit_with_horovods_callbacks(spec, ranks):
     model = convnet()
     for v in model.trainable_variables:
         v.assign_add(0.01 * hvd.rank() * tf.ones_like(v))  # rank 0's are to be broadcast
@@ -54,7 +54,7 @@ def test_fit_with_horovods_callbacks(spec):
     assert history[-1] < 0.9 * history[0]
     assert compression.stats.steps == 32
     if spec in COMPRESSED:
-        assert compression.stats.total.ratio > 1.5
+        assert compression.stats.total.ratio > 1.5 * 2 / ranks  # payloads are gathered, dense gradients go round a ring
 
 
 def trained(compression, how, steps=16):
