@@ -89,11 +89,13 @@ def test_the_tape(spec, how):
 
 @pytest.mark.parametrize("how", ["eager", "function"])
 @pytest.mark.parametrize("spec", ["none", "fp16"])
-def test_dense_codecs_are_horovods(spec, how):
+def test_dense_codecs_are_horovods(spec, how, ranks):
+    """Bitwise on two ranks; on more, the order in which Horovod adds depends on what it happens to fuse."""
     expected, _ = trained(getattr(hvd.Compression, spec), how)
     got, _ = trained(Compression.from_spec(spec), how)
+    rounding = 0 if ranks == 2 else {"none": 1e-6, "fp16": 2e-3}[spec]
     for a, b in zip(expected, got, strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rounding)
 
 
 def test_eager_and_traced_loops_are_the_same():

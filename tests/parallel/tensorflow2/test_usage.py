@@ -13,6 +13,8 @@ from parallel.common import WITH_RESIDUAL
 from hvd_compress.tensorflow import Compression
 
 SPEC = "qsgd:bits=8,feedback=true"
+ALL = {"overrides": {"*": SPEC}}
+"""Small variables too: the order in which Horovod itself adds on more than two ranks depends on what it happens to fuse."""
 
 
 def assert_same(got, expected):
@@ -24,7 +26,7 @@ def fitted(optimizer_options=None, compression=None, fit_options=None, model=Non
     """The variables of a convnet after `fit`, and the compression."""
     keras.utils.set_random_seed(1)
     model = convnet() if model is None else model
-    compression = Compression.from_spec(SPEC) if compression is None else compression
+    compression = Compression.from_spec(SPEC, **ALL) if compression is None else compression
     optimizer = hvd_keras.DistributedOptimizer(
         keras.optimizers.SGD(0.05), compression=compression, **(optimizer_options(model) if optimizer_options else {})
     )
@@ -83,7 +85,7 @@ def test_a_sum_is_as_many_means(options, ranks):
         return got
 
     for a, b in zip(result(hvd.Sum), result(hvd.Average), strict=True):
-        np.testing.assert_allclose(a, b * ranks, rtol=1e-6)
+        np.testing.assert_allclose(a, b * ranks, rtol=1e-6, atol=2e-6)  # the summands are about 3 and cancel
 
 
 def test_keras_optimizer_with_a_sum(ranks):
@@ -274,7 +276,7 @@ def test_tracing_again_keeps_the_residuals():
 
 
 def test_fit_evaluate_and_fit_again(plain):
-    model, compression = convnet(), Compression.from_spec(SPEC)
+    model, compression = convnet(), Compression.from_spec(SPEC, **ALL)
     keras.utils.set_random_seed(1)
     x, y = batch(0, size=64)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression)
@@ -408,9 +410,9 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 
 def test_small_buckets_change_nothing(plain):
-    got, compression = fitted(compression=Compression.from_spec(SPEC, bucket_bytes=1))
+    got, compression = fitted(compression=Compression.from_spec(SPEC, bucket_bytes=1, **ALL))
     assert_same(got, plain[0])
-    assert len(compression.plans[0].buckets) == 3
+    assert len(compression.plans[0].buckets) == 8
 
 
 def test_another_codec_in_mid_training(ranks):
