@@ -34,6 +34,7 @@ class Group:
         self._parameters = parameters
         self._bucket_bytes = bucket_bytes
         self.plan = Plan(parameters, policy, bucket_bytes)
+        self._codecs = [segment.codec for segment in self.plan.segments]  # of what Horovod's allreduce carries: as they were
         self._buckets = [[segment.index for segment in bucket] for bucket in self.plan.buckets]
         self._gathered = {member for bucket in self._buckets for member in bucket}
         self._numbers: list[int] = []  # the session's, one for each time that one graph has the group
@@ -66,7 +67,7 @@ class Group:
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
-            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", {}, {}, self.plan, collections.Counter())
+            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", {}, {}, self._codecs, collections.Counter())
             world = exchange.world()
             scale = loss_scale(scaler)
             for bucket, members in enumerate(self._buckets):
@@ -98,7 +99,7 @@ class Group:
                         grad=grad,
                         member=member,
                         name=f"hvd_compress_{name}_gradient_{member}",
-                        reduced_size=_reduced_dtype(self.plan.segments[member].codec, grad.dtype).size,
+                        reduced_size=_reduced_dtype(self._codecs[member], grad.dtype).size,
                         **common,
                     )
         return traced
@@ -130,7 +131,7 @@ class Traced(NamedTuple):
         prefix: Begins the names of tensors that Horovod names its operations after.
         gathered: By member, what is gathered.
         arrived: By member, a gradient that Horovod's own allreduce is to carry.
-        plan: As it was.
+        codecs: Of its members, by the first plan.
         taken: How often `compress` has been called with a gradient, by its id.
     """
 
@@ -140,7 +141,7 @@ class Traced(NamedTuple):
     prefix: str
     gathered: dict[int, GatheredMember]
     arrived: dict[int, tf.Tensor]
-    plan: Plan
+    codecs: list[Codec]
     taken: collections.Counter[int]
 
     def take(self, tensor: tf.Tensor) -> int:
@@ -155,7 +156,7 @@ class Traced(NamedTuple):
             return self.gathered[member].stand_in
         if member in self.arrived:
             grad = self.arrived[member]
-            dtype = _reduced_dtype(self.plan.segments[member].codec, grad.dtype)
+            dtype = _reduced_dtype(self.codecs[member], grad.dtype)
             return tf.cast(grad, dtype, name=f"{self.prefix}_gradient_{member}_{dtype.name}")
         return self.grads[member]
 

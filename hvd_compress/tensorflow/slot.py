@@ -42,9 +42,10 @@ class Slot(tf.Module):  # type: ignore[misc]
 
     def is_free_for(self, label: str, shape: tuple[int, ...]) -> bool:
         """Whether it belonged to a variable of that name and shape that is gone."""
+        if self._variable() is not None or (self.label, self.shape) != (label, shape):
+            return False
         with tf.init_scope():
-            here = _graph()
-        return self._variable() is None and (self.label, self.shape) == (label, shape) and self._graph is here
+            return self._graph is _graph()
 
 
 def _local_variable(value: list[float], dtype: tf.DType, shape: list[int | None], name: str) -> tf.Variable:

@@ -154,7 +154,8 @@ class Tracer:
     def _count_compressions(self, variable: Any, name: str) -> None:
         known = _compressions_of.get(id(variable))
         if known is None or known[0]() is not variable:
-            known = _compressions_of[id(variable)] = (weakref.ref(variable), set())
+            key = id(variable)
+            known = _compressions_of[key] = (weakref.ref(variable, lambda _: _compressions_of.pop(key, None)), set())
         known[1].add(self._number)
         if len(known[1]) == _COMPRESSIONS:
             self._warn(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -11,31 +10,13 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress import _kernels
+from hvd_compress.exchange import Members
 from hvd_compress.message import Message, read_messages
 from hvd_compress.vector import Vector
 
 
-class Exchange:
-    """Allgathers of bytes among the ranks of a process set.
-
-    Args:
-        prefix: Begins the name of every operation; unique among the compressions of a job, the same on every rank.
-        process_set: Horovod's.
-    """
-
-    def __init__(self, prefix: str, process_set: Any) -> None:
-        self.prefix = prefix
-        self.process_set = process_set
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the process set; 0 where this process is none of them."""
-        return int(self.process_set.size()) if self.process_set.included() else 0
-
-    @property
-    def rank(self) -> int:
-        """The own rank in the process set; -1 where this process has none."""
-        return int(self.process_set.rank()) if self.process_set.included() else -1
+class Exchange(Members):
+    """Allgathers of bytes among the ranks of a process set."""
 
     def allgather_async(self, name: str, data: np.ndarray) -> Gathered:
         """Enqueues `data` (uint8; may be short or long, differently on each rank) and returns at once.
