@@ -1,15 +1,16 @@
 # make demo    trains on two ranks with and without compression, prints a table and writes demo.png
 # make test    every test
+# make test-tf215  the same with TensorFlow 2.15.1, in .venv-tf215
 # make lint    ruff and mypy
 #
 # Each sets up .venv first: a few minutes once, while Horovod builds, and seconds afterwards.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 
 # The versions that are tried together.
-FRAMEWORKS := torch==2.13.0 tensorflow-cpu==2.21.* tf_keras==2.21.*
+FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.* tf_keras==2.21.*
 
 # More ranks than cores: Open MPI must yield while it waits, and each rank computes on one thread.
 export OMP_NUM_THREADS := 1
@@ -20,7 +21,7 @@ MPI := --mpi --mpi-args="--oversubscribe --bind-to none --mca mpi_yield_when_idl
 HOROVODRUN := $(BIN)/horovodrun
 PARALLEL := $(BIN)/python -m pytest -x -q --color=no --capture=sys tests/parallel
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-tf215 lint setup clean
 
 demo: setup
 	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/pytorch_digits.py --plot demo.png --json demo.json
@@ -33,6 +34,9 @@ test: setup
 	  $(HOROVODRUN) -np 3 $(MPI) $(PARALLEL)/$$framework && \
 	  $(HOROVODRUN) -np 2 --gloo $(PARALLEL)/$$framework -m "gloo" || exit 1; \
 	done
+
+test-tf215:
+	$(MAKE) test VENV=.venv-tf215 FRAMEWORKS='torch==2.13.0 tensorflow-cpu==2.15.1' TF_USE_LEGACY_KERAS=0
 
 lint: setup
 	$(BIN)/ruff check .
@@ -53,4 +57,4 @@ $(VENV)/.installed: $(VENV)/.horovod setup.cfg setup.py pyproject.toml $(wildcar
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info hvd_compress/*.so
+	rm -rf .venv .venv-tf215 build *.egg-info hvd_compress/*.so hvd_compress/tensorflow/*.so

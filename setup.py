@@ -28,11 +28,14 @@ class BuildKernels(build_ext):
 
 
 def tensorflow_flags():
-    """TensorFlow's own compile and link flags; None where it is not installed.
+    """TensorFlow's version (major_minor), compile and link flags; None where it is not installed.
 
     Asked of an interpreter outside of pip's build environment, which hides what is installed.
     """
-    code = "import json, tensorflow.sysconfig as s; print(json.dumps([s.get_compile_flags(), s.get_link_flags()]))"
+    code = (
+        "import json, tensorflow as tf; s = tf.sysconfig; version = '_'.join(tf.__version__.split('.')[:2]); "
+        "print(json.dumps([version, s.get_compile_flags(), s.get_link_flags()]))"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     return json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else None
@@ -60,11 +63,11 @@ flags = tensorflow_flags()
 if flags is not None:
     extensions.append(
         Extension(
-            "hvd_compress.tensorflow._ops",
+            f"hvd_compress.tensorflow._ops_{flags[0]}",  # two environments may share an editable install
             ["hvd_compress/csrc/message.cc", "hvd_compress/csrc/tf_ops.cc"],  # the kernels it is handed at run time
             depends=HEADERS,
-            extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[0]],
-            extra_link_args=flags[1],
+            extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[1]],
+            extra_link_args=flags[2],
             optional=True,  # where it can't be built, PyTorch's users do not need it; whoever does is told
         )
     )

@@ -9,13 +9,15 @@ All that a Keras script which uses Horovod already has to add: the import of `Co
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
 import time
 from typing import Any
 
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
+if importlib.util.find_spec("tf_keras"):
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
 
 import horovod.tensorflow.keras as hvd
 import numpy as np

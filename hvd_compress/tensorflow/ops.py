@@ -25,11 +25,12 @@ def library() -> Any:
     Raises:
         ImportError: The ops were not built, or for another TensorFlow; the text says what to do.
     """
-    path = Path(__file__).with_name("_ops" + sysconfig.get_config_var("EXT_SUFFIX"))
+    version = "_".join(tf.__version__.split(".")[:2])
+    path = Path(__file__).with_name(f"_ops_{version}{sysconfig.get_config_var('EXT_SUFFIX')}")
     if not path.exists():
         raise ImportError(
-            "hvd_compress was installed without its TensorFlow ops, as TensorFlow was not there then: install it again "
-            "(pip install --force-reinstall --no-deps hvd_compress) in an environment that has TensorFlow"
+            f"hvd_compress was installed without its ops for TensorFlow {tf.__version__}, as that was not there then: install it "
+            "again (pip install --force-reinstall --no-deps hvd_compress) in an environment that has it"
         )
     try:
         library = tf.load_op_library(str(path))

@@ -1,8 +1,10 @@
 """TensorFlow's side of ../conftest.py."""
 
+import importlib.util
 import os
 
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
+if importlib.util.find_spec("tf_keras"):
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
 
 import horovod.tensorflow as hvd
 import pytest
