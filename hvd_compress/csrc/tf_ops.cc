@@ -5,6 +5,10 @@
 //
 // A gradient that Horovod's own allreduce carries passes through Arrive before and Finish after it, since it belongs to the
 // step like the others.
+//
+// All are stateful, since TensorFlow must neither drop one nor run it once for all steps. In a tf.function that puts ops which
+// touch the same resource, or none, one behind the other: hence each takes the `state` of its member, and a bucket's the residual
+// of its first one, so that only those wait for each other that must.
 #include <atomic>
 #include <chrono>
 
@@ -35,6 +39,7 @@ using RefVar = tensorflow::core::RefCountPtr<Var>;
 
 #define HVD_SESSION_ATTRS Attr("session: int").Attr("group: int")
 #define HVD_MEMBER_ATTRS HVD_SESSION_ATTRS.Attr("member: int").Attr("T: {half, bfloat16, float, double}")
+#define HVD_STATE_INPUT Input("state: resource")
 
 tensorflow::Status vector_of_bytes(InferenceContext* c) {
   c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
@@ -50,8 +55,7 @@ REGISTER_OP("HvdCompressEncode")
     .HVD_MEMBER_ATTRS.Attr("N: int >= 0")
     .Input("grad: T")
     .Input("residual: resource")
-    .Input("state: resource")
-    .Input("world: int32")
+    .HVD_STATE_INPUT.Input("world: int32")
     .Input("scale: float")
     .Input("variable: N * resource")
     .Output("message: uint8")
@@ -79,6 +83,7 @@ stand_in: What Horovod's own allreduce gets: (1, rank / n). Not a constant of th
 REGISTER_OP("HvdCompressPack")
     .HVD_SESSION_ATTRS.Attr("bucket: int")
     .Attr("N: int >= 1")
+    .Input("residual: resource")
     .Input("messages: N * uint8")
     .Output("message: uint8")
     .SetIsStateful()
@@ -88,6 +93,7 @@ REGISTER_OP("HvdCompressPack")
 REGISTER_OP("HvdCompressUnpack")
     .HVD_SESSION_ATTRS.Attr("bucket: int")
     .Attr("members: list(int)")
+    .Input("residual: resource")
     .Input("gathered: uint8")
     .Output("places: int64")
     .SetIsStateful()
@@ -104,13 +110,13 @@ places: Of each member of the bucket and each rank, where its payload begins and
 
 REGISTER_OP("HvdCompressDecode")
     .HVD_MEMBER_ATTRS.Attr("row: int")
-    .Input("gathered: uint8")
+    .HVD_STATE_INPUT.Input("gathered: uint8")
     .Input("places: int64")
     .Input("stand_in: float")
     .Input("grad: T")
     .Output("result: T")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return like_input(c, 3); })
+    .SetShapeFn([](InferenceContext* c) { return like_input(c, 4); })
     .Doc(R"doc(
 Adds up what the payloads of all ranks decode to.
 
@@ -123,18 +129,19 @@ result: The mean, or the sum, in the gradient's shape.
 
 REGISTER_OP("HvdCompressArrive")
     .HVD_MEMBER_ATTRS.Attr("reduced_size: int")
-    .Input("grad: T")
+    .HVD_STATE_INPUT.Input("grad: T")
     .Output("same: T")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return like_input(c, 0); })
+    .SetShapeFn([](InferenceContext* c) { return like_input(c, 1); })
     .Doc("Notes that a gradient is there that Horovod's own allreduce carries, with so many bytes an element.");
 
 REGISTER_OP("HvdCompressFinish")
-    .HVD_MEMBER_ATTRS.Input("grad: T")
+    .HVD_MEMBER_ATTRS.Attr("check: bool")
+    .HVD_STATE_INPUT.Input("grad: T")
     .Output("same: T")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return like_input(c, 0); })
-    .Doc("Notes whether what Horovod's own allreduce made of it is finite.");
+    .SetShapeFn([](InferenceContext* c) { return like_input(c, 1); })
+    .Doc("Notes that Horovod's own allreduce is done, and where it is to check that, whether the result is finite.");
 
 FindSession find_session = nullptr;
 
@@ -162,14 +169,23 @@ void visit_elements(Tensor* tensor, Visit visit) {
   }
 }
 
-bool is_finite(Tensor tensor) {
-  bool finite = true;
-  visit_elements(&tensor, [&](auto elements) {
-    double sum = 0;  // of zeros, and NaN from the first element on that is not finite
-    for (int64_t i = 0; i < elements.size(); ++i) sum += static_cast<double>(elements(i)) * 0.0;
-    finite = sum == 0;
-  });
-  return finite;
+// Whether no exponent has all its bits set, as that of Inf and NaN has.
+template <class Bits>
+bool is_finite(const void* data, int64_t n, Bits exponent) {
+  const Bits* bits = static_cast<const Bits*>(data);
+  Bits special = 0;
+  for (int64_t i = 0; i < n; ++i) special |= static_cast<Bits>((bits[i] & exponent) == exponent);
+  return special == 0;
+}
+
+bool is_finite(const Tensor& tensor) {
+  const int64_t n = tensor.NumElements();
+  switch (tensor.dtype()) {
+    case tensorflow::DT_HALF: return is_finite<uint16_t>(tensor.data(), n, 0x7c00u);
+    case tensorflow::DT_BFLOAT16: return is_finite<uint16_t>(tensor.data(), n, 0x7f80u);
+    case tensorflow::DT_DOUBLE: return is_finite<uint64_t>(tensor.data(), n, 0x7ff0000000000000u);
+    default: return is_finite<uint32_t>(tensor.data(), n, 0x7f800000u);
+  }
 }
 
 // What every op has: its session, its group, and exceptions that become statuses.
@@ -361,8 +377,8 @@ class PackOp final : public SessionOp {
 
  private:
   void run(OpKernelContext* context) override {
-    if (context->num_inputs() == 1) {
-      context->set_output(0, context->input(0));
+    if (context->num_inputs() == 2) {
+      context->set_output(0, context->input(1));
     } else {
       context->set_output(0, joined(context));
     }
@@ -371,7 +387,7 @@ class PackOp final : public SessionOp {
 
   static Tensor joined(OpKernelContext* context) {
     size_t capacity = kHeaderBytes + 1;
-    for (int i = 0; i < context->num_inputs(); ++i) capacity += context->input(i).NumElements();
+    for (int i = 1; i < context->num_inputs(); ++i) capacity += context->input(i).NumElements();
     Tensor message;
     const auto status =
         context->allocate_temp(tensorflow::DT_UINT8, TensorShape({static_cast<int64_t>(capacity)}), &message);
@@ -380,7 +396,7 @@ class PackOp final : public SessionOp {
     size_t end = kHeaderBytes;
     uint32_t flags = 0;
     uint64_t digest = 0, step = 0;
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    for (int i = 1; i < context->num_inputs(); ++i) {
       const Tensor& input = context->input(i);
       const uint8_t* data = input.flat<uint8_t>().data();
       const auto one = read_messages(data, static_cast<size_t>(input.NumElements()), 1);
@@ -389,7 +405,7 @@ class PackOp final : public SessionOp {
       end += bytes;
       flags |= one[0].flags;
       digest = one[0].digest;
-      if (i == 0) step = one[0].step;
+      if (i == 1) step = one[0].step;
     }
     return message.Slice(0, static_cast<int64_t>(finish_message(out, end, flags, digest, step)));
   }
@@ -406,7 +422,7 @@ class UnpackOp final : public SessionOp {
 
  private:
   void run(OpKernelContext* context) override {
-    const Tensor& gathered = context->input(0);
+    const Tensor& gathered = context->input(1);
     const auto messages = session_->received(group_, bucket_, gathered.flat<uint8_t>().data(),
                                              static_cast<size_t>(gathered.NumElements()));
     const auto ranks = static_cast<int64_t>(messages.size());
@@ -438,17 +454,17 @@ class DecodeOp final : public MemberOp {
 
  private:
   void run(OpKernelContext* context) override {
-    const Tensor& gathered = context->input(0);
-    const auto places = context->input(1).tensor<int64_t, 3>();
-    const Tensor& grad = context->input(3);
+    const Tensor& gathered = context->input(1);
+    const auto places = context->input(2).tensor<int64_t, 3>();
+    const Tensor& grad = context->input(4);
     const int64_t n = grad.NumElements(), ranks = places.dimension(1);
-    const auto stand_in = context->input(2).flat<float>();
+    const auto stand_in = context->input(3).flat<float>();
     OP_REQUIRES(context, stand_in.size() == 2, InvalidArgument("the stand-in has ", stand_in.size(), " elements, not 2"));
     const auto weight = static_cast<float>(stand_in_factor(stand_in(0), stand_in(1), ranks) / static_cast<double>(ranks));
 
     const auto start = std::chrono::steady_clock::now();
     Tensor* result;
-    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({3}, 0, grad.shape(), &result));
+    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({4}, 0, grad.shape(), &result));
     Tensor total = *result;
     if (grad.dtype() != tensorflow::DT_FLOAT) {
       OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({n}), &total));
@@ -481,7 +497,7 @@ class ArriveOp final : public MemberOp {
 
  private:
   void run(OpKernelContext* context) override {
-    const Tensor& grad = context->input(0);
+    const Tensor& grad = context->input(1);
     session_->arrive(group_, member_, "");
     session_->reduced(group_, member_, grad.TotalBytes(), static_cast<size_t>(grad.NumElements() * reduced_size_));
     context->set_output(0, grad);
@@ -492,14 +508,18 @@ class ArriveOp final : public MemberOp {
 
 class FinishOp final : public MemberOp {
  public:
-  explicit FinishOp(OpKernelConstruction* context) : MemberOp(context) {}
+  explicit FinishOp(OpKernelConstruction* context) : MemberOp(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("check", &check_));
+  }
 
  private:
   void run(OpKernelContext* context) override {
-    const Tensor& grad = context->input(0);
-    session_->finished(group_, member_, is_finite(grad), 0);
+    const Tensor& grad = context->input(1);
+    session_->finished(group_, member_, !check_ || is_finite(grad), 0);
     context->set_output(0, grad);
   }
+
+  bool check_ = true;
 };
 
 REGISTER_KERNEL_BUILDER(Name("HvdCompressEncode").Device(DEVICE_CPU), EncodeOp);

@@ -67,16 +67,19 @@ class Group:
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
-            traced = Traced(found.grads, grads, common, f"hvd_compress_{name}", {}, {}, self._codecs, collections.Counter())
+            traced = Traced(
+                found.grads, grads, self.slots, common, f"hvd_compress_{name}", {}, {}, self._codecs, collections.Counter()
+            )
             world = exchange.world()
             scale = loss_scale(scaler)
+            states = [slot.state.handle for slot in self.slots]
             for bucket, members in enumerate(self._buckets):
                 messages, stand_ins = zip(
                     *(
                         ops.library().hvd_compress_encode(
                             grad=grads[member],
                             residual=self.slots[member].residual.handle,
-                            state=self.slots[member].state.handle,
+                            state=states[member],
                             world=world,
                             scale=scale,
                             variable=_handle(variables[member]),
@@ -88,14 +91,18 @@ class Group:
                     ),
                     strict=True,
                 )
-                message = ops.library().hvd_compress_pack(messages=messages, bucket=bucket, **common)
+                residual = self.slots[members[0]].residual.handle
+                message = ops.library().hvd_compress_pack(residual=residual, messages=messages, bucket=bucket, **common)
                 gathered = exchange.allgather(f"{name}.bucket.{bucket}", message)
-                places = ops.library().hvd_compress_unpack(gathered=gathered, bucket=bucket, members=members, **common)
+                places = ops.library().hvd_compress_unpack(
+                    residual=residual, gathered=gathered, bucket=bucket, members=members, **common
+                )
                 for row, member in enumerate(members):
                     traced.gathered[member] = GatheredMember(stand_ins[row], gathered, places, row)
             for member, grad in enumerate(grads):
                 if member not in self._gathered and grad.dtype in ops.DTYPES:
                     traced.arrived[member] = ops.library().hvd_compress_arrive(
+                        state=states[member],
                         grad=grad,
                         member=member,
                         name=f"hvd_compress_{name}_gradient_{member}",
@@ -127,6 +134,7 @@ class Traced(NamedTuple):
     Attributes:
         found: Horovod's own list of the gradients, by which a trace is known.
         grads: The gradients of its members.
+        slots: What is kept of its members.
         common: Attributes that all ops have.
         prefix: Begins the names of tensors that Horovod names its operations after.
         gathered: By member, what is gathered.
@@ -137,6 +145,7 @@ class Traced(NamedTuple):
 
     found: Sequence[Any]
     grads: list[tf.Tensor]
+    slots: list[Slot]
     common: dict[str, int]
     prefix: str
     gathered: dict[int, GatheredMember]
@@ -162,15 +171,23 @@ class Traced(NamedTuple):
 
     def result(self, member: int, reduced: tf.Tensor) -> tf.Tensor:
         """The mean or sum of a member's gradients, from what Horovod's own allreduce gave."""
-        grad = self.grads[member]
+        grad, state = self.grads[member], self.slots[member].state.handle
         if member in self.gathered:
             _, gathered, places, row = self.gathered[member]
             result = ops.library().hvd_compress_decode(
-                gathered=gathered, places=places, stand_in=reduced, grad=grad, member=member, row=row, **self.common
+                state=state,
+                gathered=gathered,
+                places=places,
+                stand_in=reduced,
+                grad=grad,
+                member=member,
+                row=row,
+                **self.common,
             )
         elif member in self.arrived:
             reduced = tf.cast(reduced, grad.dtype)
-            result = ops.library().hvd_compress_finish(grad=reduced, member=member, **self.common)
+            undone = bool(self.gathered)  # where a result is not finite; a residual, that is
+            result = ops.library().hvd_compress_finish(state=state, grad=reduced, member=member, check=undone, **self.common)
         else:
             return reduced
         result.set_shape(grad.shape)

@@ -29,8 +29,8 @@ def library() -> Any:
     path = Path(__file__).with_name(f"_ops_{version}{sysconfig.get_config_var('EXT_SUFFIX')}")
     if not path.exists():
         raise ImportError(
-            f"hvd_compress was installed without its ops for TensorFlow {tf.__version__}, as that was not there then: install it "
-            "again (pip install --force-reinstall --no-deps hvd_compress) in an environment that has it"
+            f"hvd_compress was installed without its ops for TensorFlow {tf.__version__}, as that was not there then: "
+            "install it again (pip install --force-reinstall --no-deps hvd_compress) in an environment that has it"
         )
     try:
         library = tf.load_op_library(str(path))

@@ -66,18 +66,29 @@ class Bench:
         )
 
     def pack(self, messages):
-        return ops.library().hvd_compress_pack(messages=messages, bucket=0, **self.common)
+        return ops.library().hvd_compress_pack(residual=self.variables[0][0].handle, messages=messages, bucket=0, **self.common)
 
     def unpack(self, gathered):
-        return ops.library().hvd_compress_unpack(gathered=gathered, bucket=0, members=self.members, **self.common)
+        return ops.library().hvd_compress_unpack(
+            residual=self.variables[0][0].handle, gathered=gathered, bucket=0, members=self.members, **self.common
+        )
 
     def decode(self, gathered, places, grad, member=0, stand_in=AVERAGE):
         return ops.library().hvd_compress_decode(
-            gathered=gathered, places=places, stand_in=stand_in, grad=grad, member=member, row=member, **self.common
+            state=self.state(member),
+            gathered=gathered,
+            places=places,
+            stand_in=stand_in,
+            grad=grad,
+            member=member,
+            row=member,
+            **self.common,
         )
 
     def dense(self, op, grad, member, **attributes):
-        return getattr(ops.library(), f"hvd_compress_{op}")(grad=grad, member=member, **attributes, **self.common)
+        return getattr(ops.library(), f"hvd_compress_{op}")(
+            state=self.state(), grad=grad, member=member, **attributes, **self.common
+        )
 
     def step(self, grads, theirs=None, scale=1.0):
         """A whole step of two ranks that send the same (or where given, that message)."""
@@ -85,6 +96,9 @@ class Bench:
         gathered = tf.concat([message, message if theirs is None else theirs], 0)
         places = self.unpack(gathered)
         return [self.decode(gathered, places, grad, member) for member, grad in enumerate(grads)]
+
+    def state(self, member=0):
+        return self.variables[member][1].handle
 
     def residual(self, member=0):
         return self.variables[member][0].numpy()
@@ -302,12 +316,12 @@ def test_a_dense_result_that_is_not_finite_undoes_what_was_finished_before():
     grad, bias = tf.constant(gradient(300)), tf.ones([3])
     bench.dense("arrive", bias, 1, reduced_size=4)
     bench.step([grad])
-    bench.dense("finish", bias, 1)
+    bench.dense("finish", bias, 1, check=True)
     before = bench.residual()
     bench.dense("arrive", bias, 1, reduced_size=4)
     bench.step([grad])
     assert np.any(bench.residual() != before)
-    bench.dense("finish", bias * np.inf, 1)
+    bench.dense("finish", bias * np.inf, 1, check=True)
     np.testing.assert_array_equal(bench.residual(), before)
 
 
@@ -320,7 +334,7 @@ def test_every_kind_of_not_finite_is_seen(value, dtype):
         bench.dense("arrive", tf.cast(bias, dtype), 1, reduced_size=4)
         bench.step([tf.constant(gradient(300))])
         bias[at] = value
-        bench.dense("finish", tf.cast(bias, dtype), 1)
+        bench.dense("finish", tf.cast(bias, dtype), 1, check=True)
         np.testing.assert_array_equal(bench.residual(), np.zeros(300))
 
 
@@ -329,7 +343,7 @@ def test_large_finite_values_are_finite():
     bias = tf.fill([1000], np.finfo(np.float32).max)
     bench.dense("arrive", bias, 1, reduced_size=4)
     bench.step([tf.constant(gradient(300))])
-    bench.dense("finish", bias, 1)
+    bench.dense("finish", bias, 1, check=True)
     assert np.any(bench.residual() != 0)
 
 

@@ -100,7 +100,8 @@ def test_a_rank_that_is_late_is_waited_for(monkeypatch):
         (got,) = vectors.gradients(compression, tf.constant(random(40, 50)))
     assert_equal_on_all_ranks([got])
     texts = [str(w.message) for w in caught]
-    assert any("have announced their compression after 0.2 s" in text for text in texts) == (hvd.rank() != 1)
+    if hvd.rank() != 1:
+        assert any("have announced their compression after 0.2 s" in text for text in texts)
 
 
 # --- process sets

@@ -7,7 +7,7 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Vectors, assert_equal_on_all_ranks, batch, convnet, keras, mean_of_ranks, random, residuals
+from helpers import Vectors, assert_equal_on_all_ranks, batch, convnet, keras, loss_of, mean_of_ranks, random, residuals
 from parallel.common import WITH_RESIDUAL
 
 from hvd_compress.tensorflow import Compression
@@ -40,6 +40,40 @@ def fitted(optimizer_options=None, compression=None, fit_options=None, model=Non
 @pytest.fixture(scope="module")
 def plain():
     return fitted()
+
+
+# --- in a graph
+
+
+def test_no_gradient_waits_for_another():
+    """TensorFlow puts stateful ops one behind the other, unless it sees that they have nothing to do with each other."""
+    model = convnet()
+    compression = Compression.from_spec(SPEC, bucket_bytes=1)  # a message for each
+    traced = []
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x, y)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        traced.extend(tape.gradient(loss, model.trainable_variables))
+        return tf.add_n([tf.reduce_sum(gradient) for gradient in traced])
+
+    step.get_concrete_function(*(tf.constant(value) for value in batch(0)))
+
+    def needed_by(op, known):
+        for before in [*(tensor.op for tensor in op.inputs), *op.control_inputs]:
+            if before not in known:
+                known.add(before)
+                needed_by(before, known)
+        return known
+
+    assert len(traced) == 8
+    for gradient in traced:
+        before = needed_by(gradient.op, {gradient.op})
+        starts = [op for op in before if op.type in ("HvdCompressEncode", "HvdCompressArrive")]
+        assert len(starts) == 1
+        assert not [op.type for op in needed_by(starts[0], set()) if op.type.startswith("HvdCompress")]
 
 
 # --- options of the optimizer
