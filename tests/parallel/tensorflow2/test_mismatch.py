@@ -104,6 +104,17 @@ def test_a_rank_that_is_late_is_waited_for(monkeypatch):
         assert any("have announced their compression after 0.2 s" in text for text in texts)
 
 
+@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4"])
+def test_join_is_an_error_and_no_hang(spec):
+    vectors, compression = Vectors(w=(40, 50)), Compression.from_spec(spec)
+    for step in range(3):
+        vectors.gradients(compression, tf.constant(random(40, 50, step=step)))
+    if hvd.rank() != 0:
+        with pytest.raises(tf.errors.FailedPreconditionError, match="Allgather is not supported with Join"):
+            vectors.gradients(compression, tf.constant(random(40, 50)))
+    hvd.join()
+
+
 # --- process sets
 
 
