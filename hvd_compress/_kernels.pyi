@@ -13,6 +13,7 @@ class Kind(_Enum):
     qsgd: Kind
     qsgdinf: Kind
     nuqsgd: Kind
+    onebit: Kind
 
 class DType(_Enum):
     float16: DType
@@ -23,6 +24,10 @@ class DType(_Enum):
 class Coding(_Enum):
     fixed: Coding
     elias: Coding
+
+class Scale(_Enum):
+    l1: Scale
+    l2: Scale
 
 class PayloadError(ValueError): ...
 
@@ -37,6 +42,7 @@ class Codec:
         bucket: int = 0,
         coding: Coding = ...,
         feedback: bool = False,
+        scale: Scale = ...,
     ) -> None: ...
     def max_payload(self, n: int, /) -> int: ...
     def encode(

@@ -106,3 +106,8 @@ class Algorithms:
         """NUQSGD, see `hvd_compress.codecs.NUQSGD`: as QSGD, with levels that are finer near zero."""
         codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
         return cls.make(codec, *parameters, **options)
+
+    @algorithm
+    def onebit(cls, *parameters: Any, scale: str = "l1", **options: Any) -> Any:
+        """EF-signSGD, see `hvd_compress.codecs.OneBit`: 32 times fewer bytes."""
+        return cls.make(make("onebit", scale=scale), *parameters, **options)

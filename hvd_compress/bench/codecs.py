@@ -31,6 +31,8 @@ DEFAULT_CODECS = [
     *(f"{name}:bits=4" for name in ("qsgd", "qsgdinf", "nuqsgd")),
     "qsgd:bits=4,coding=elias",
     "nuqsgd:bits=3,bucket=4096,coding=elias",
+    "onebit:scale=l1",
+    "onebit:scale=l2",
 ]
 WARM_UP = 150
 REPETITIONS = 9

@@ -9,11 +9,26 @@ from typing import Any
 from hvd_compress.codecs.adacomp import AdaComp
 from hvd_compress.codecs.base import Codec, Encoded
 from hvd_compress.codecs.casts import BF16, FP16, Identity
+from hvd_compress.codecs.onebit import OneBit
 from hvd_compress.codecs.quantizers import NUQSGD, QSGD, QSGDInf
 
-__all__ = ["BF16", "CODECS", "FP16", "NUQSGD", "QSGD", "AdaComp", "Codec", "Encoded", "Identity", "QSGDInf", "make", "parse"]
+__all__ = [
+    "BF16",
+    "CODECS",
+    "FP16",
+    "NUQSGD",
+    "QSGD",
+    "AdaComp",
+    "Codec",
+    "Encoded",
+    "Identity",
+    "OneBit",
+    "QSGDInf",
+    "make",
+    "parse",
+]
 
-CODECS: dict[str, type[Codec]] = {c.name: c for c in (Identity, FP16, BF16, AdaComp, QSGD, QSGDInf, NUQSGD)}
+CODECS: dict[str, type[Codec]] = {c.name: c for c in (Identity, FP16, BF16, AdaComp, QSGD, QSGDInf, NUQSGD, OneBit)}
 """Every codec by the name that its spec begins with."""
 
 

@@ -86,22 +86,25 @@ PYBIND11_MODULE(_kernels, m) {
       .value("adacomp", Kind::kAdaComp)
       .value("qsgd", Kind::kQsgd)
       .value("qsgdinf", Kind::kQsgdInf)
-      .value("nuqsgd", Kind::kNuqsgd);
+      .value("nuqsgd", Kind::kNuqsgd)
+      .value("onebit", Kind::kOneBit);
   py::enum_<DType>(m, "DType")
       .value("float16", DType::kFloat16)
       .value("bfloat16", DType::kBFloat16)
       .value("float32", DType::kFloat32)
       .value("float64", DType::kFloat64);
   py::enum_<Coding>(m, "Coding").value("fixed", Coding::kFixed).value("elias", Coding::kElias);
+  py::enum_<Scale>(m, "Scale").value("l1", Scale::kL1).value("l2", Scale::kL2);
 
   py::register_exception<MalformedPayload>(m, "PayloadError", PyExc_ValueError).attr("__module__") = "hvd_compress";
 
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec")
-      .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback) {
-             return create(kind, Options{bin, c, bits, bucket, coding, feedback});
+      .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback, Scale scale) {
+             return create(kind, Options{bin, c, bits, bucket, coding, feedback, scale});
            }),
            py::arg("kind"), py::kw_only(), py::arg("bin") = 0, py::arg("c") = 2.0f, py::arg("bits") = 0,
-           py::arg("bucket") = 0, py::arg("coding") = Coding::kFixed, py::arg("feedback") = false)
+           py::arg("bucket") = 0, py::arg("coding") = Coding::kFixed, py::arg("feedback") = false,
+           py::arg("scale") = Scale::kL1)
       .def("max_payload", &Codec::max_payload)
       .def("encode",
            [](const Codec& codec, uintptr_t grad, DType dtype, uintptr_t residual_in, uintptr_t residual_out, size_t n,

@@ -18,6 +18,8 @@ std::unique_ptr<Codec> create(Kind kind, const Options& options) {
     case Kind::kQsgdInf:
     case Kind::kNuqsgd:
       return create_quantizer(kind, options);
+    case Kind::kOneBit:
+      return create_onebit(options);
   }
   throw std::invalid_argument("unknown codec kind");
 }

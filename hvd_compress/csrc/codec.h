@@ -18,9 +18,10 @@
 
 namespace hvd_compress {
 
-enum class Kind { kNone, kFp16, kBf16, kAdaComp, kQsgd, kQsgdInf, kNuqsgd };
+enum class Kind { kNone, kFp16, kBf16, kAdaComp, kQsgd, kQsgdInf, kNuqsgd, kOneBit };
 enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64 };
 enum class Coding { kFixed, kElias };
+enum class Scale { kL1, kL2 };
 
 // What a codec is made of. Each kind reads its own few; the Python dataclasses document and validate them.
 struct Options {
@@ -30,6 +31,7 @@ struct Options {
   int64_t bucket = 0;        // quantizers: elements that share a norm
   Coding coding = Coding::kFixed;
   bool feedback = false;     // quantizers: contract by 1 / (1 + variance bound), for error feedback
+  Scale scale = Scale::kL1;  // onebit: what a sign stands for
 };
 
 struct Encoded {
@@ -75,5 +77,6 @@ void check_seal(const uint8_t* payload, size_t bytes);
 std::unique_ptr<Codec> create_adacomp(const Options& options);
 std::unique_ptr<Codec> create_quantizer(Kind kind, const Options& options);
 std::unique_ptr<Codec> create_cast(Kind kind);
+std::unique_ptr<Codec> create_onebit(const Options& options);
 
 }  // namespace hvd_compress

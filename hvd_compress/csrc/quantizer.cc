@@ -17,7 +17,7 @@
 
 #include "bitpack.h"
 #include "elias.h"
-#include "floats.h"
+#include "moments.h"
 #include "random.h"
 
 namespace hvd_compress {
@@ -66,56 +66,12 @@ struct Exponential {
   }
 };
 
-// What a tile adds to its bucket's norm.
-struct Moments {
-  double sum_sq = 0;
-  int32_t largest = 0;  // magnitude bits
-};
-
-HVD_SIMD void add_moments(const float* v, size_t count, Moments& m) {
-  Ints largest[2] = {};
-  Floats sq[2] = {};  // two of each, since an addition waits for the one before
-  const auto add = [&](const float* from, int k) {
-    const auto x = load_vector<Floats>(from);
-    largest[k] = max(largest[k], magnitudes(x));
-    sq[k] += x * x;
-  };
-  size_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    add(v + i, 0);
-    add(v + i + kLanes, 1);
-  }
-  if (i < count) {
-    float rest[2 * kLanes] = {};
-    std::memcpy(rest, v + i, (count - i) * sizeof(float));
-    add(rest, 0);
-    add(rest + kLanes, 1);
-  }
-  const int32_t most = largest_lane(max(largest[0], largest[1]));
-  double sum = sum_lanes(sq[0]) + sum_lanes(sq[1]);
-  if (most > 0 && !(sum > 0x1p-60 && sum < 0x1p120)) {  // squares may have left float32's range
-    sum = 0;
-    for (i = 0; i < count; ++i) sum += static_cast<double>(v[i]) * static_cast<double>(v[i]);
-  }
-  m.sum_sq += sum;
-  m.largest = std::max(m.largest, most);
-}
-
 // At least the largest magnitude, so that no ratio exceeds 1, and at most FLT_MAX; NaN where a value is not finite.
 float norm_of(const Moments& m, bool l2) {
   if (m.largest >= static_cast<int32_t>(kInfinity)) return std::numeric_limits<float>::quiet_NaN();
   const float maximum = float_of(static_cast<uint32_t>(m.largest));
   if (!l2) return maximum;
   return std::max(static_cast<float>(std::min(std::sqrt(m.sum_sq), static_cast<double>(FLT_MAX))), maximum);
-}
-
-// Elements [begin, begin + count) of what is to be sent: the gradient, plus the residual where there is one.
-HVD_SIMD const float* load_sum(const void* grad, DType dtype, const float* residual, size_t begin, size_t count,
-                               float* __restrict tile) {
-  const float* v = load(grad, dtype, begin, count, tile);
-  if (!residual) return v;
-  for (size_t i = 0; i < count; ++i) tile[i] = v[i] + residual[begin + i];
-  return tile;
 }
 
 // code[i] = level of |v[i]| / norm | sign << (bits - 1); index is the place of v[0] in its bucket.

@@ -13,9 +13,10 @@ SPECS = [
     "nuqsgd:bits=4",
     "nuqsgd:bits=3,bucket=100,coding=elias",
     "qsgd:bits=8,feedback=true",
+    "onebit",
 ]
 COMPRESSED = [spec for spec in SPECS if spec not in ("none", "fp16")]
-WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true"]
+WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true", "onebit:scale=l2"]
 
 
 def rank():

@@ -42,7 +42,7 @@ def test_training_is_dense(spec, elastic, monkeypatch):
 
 def test_all_are_horovods_compressors():
     parameters = list(torch.nn.Linear(40, 40).named_parameters())
-    for name in ("adacomp", "qsgd", "qsgdinf", "nuqsgd", "fp16", "bf16", "none"):
+    for name in ("adacomp", "qsgd", "qsgdinf", "nuqsgd", "onebit", "fp16", "bf16", "none"):
         assert isinstance(getattr(Compression, name)(parameters), Compressor)
     assert issubclass(Compression.none, hvd.Compression.none)
     assert issubclass(Compression.fp16, hvd.Compression.fp16)

@@ -47,7 +47,7 @@ def test_training_is_dense(spec, how, elastic, monkeypatch):
 
 
 def test_all_are_horovods_compressors():
-    for name in ("adacomp", "qsgd", "qsgdinf", "nuqsgd", "fp16", "bf16", "none"):
+    for name in ("adacomp", "qsgd", "qsgdinf", "nuqsgd", "onebit", "fp16", "bf16", "none"):
         compression = getattr(Compression, name)()
         assert isinstance(compression, Compressor)
         assert hash(compression) == hash(compression)

@@ -18,6 +18,7 @@ SPECS = [
     "adacomp:bin=4",
     "adacomp:bin=63",
     "adacomp:bin=100",
+    "onebit",
     *(
         f"{kind}:bits={bits},bucket={bucket},coding={coding}"
         for kind in ("qsgd", "qsgdinf", "nuqsgd")

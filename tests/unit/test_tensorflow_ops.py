@@ -17,6 +17,8 @@ SPECS = [
     "bf16",
     "adacomp:bin=50",
     "adacomp:bin=500,c=1.5",
+    "onebit:scale=l1",
+    "onebit:scale=l2",
     *(
         f"{name}:bits={bits},bucket=100{rest}"
         for name in ("qsgd", "qsgdinf", "nuqsgd")

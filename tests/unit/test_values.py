@@ -16,7 +16,8 @@ QUANTIZERS = [
     for more in ("", ",coding=elias", ",feedback=true")
 ]
 CASTS = ["none", "fp16", "bf16"]
-SPECS = CASTS + ADACOMP + QUANTIZERS
+ONEBIT = ["onebit:scale=l1", "onebit:scale=l2"]
+SPECS = CASTS + ADACOMP + QUANTIZERS + ONEBIT
 WIDE = [spec for spec in SPECS if spec != "fp16"]  # whose range is float32's
 WITH_RESIDUAL = [spec for spec in SPECS if parse(spec).has_residual]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -140,6 +141,8 @@ def test_not_finite(spec, place, bad):
     elif spec in ADACOMP:
         nan[:] = True
         assert result.payload.size == 8
+    elif spec in ONEBIT:
+        nan[:] = True
     else:
         start = place // codec.bucket * codec.bucket
         nan[start : start + codec.bucket] = True
