@@ -3,7 +3,6 @@
 //
 // Payload: checksum, n numbers.
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "floats.h"
@@ -93,9 +92,7 @@ class Cast final : public Codec {
 
   void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
     check_seal(payload, bytes);
-    if (bytes != max_payload(n))
-      throw MalformedPayload("payload has " + std::to_string(bytes) + " bytes, " + std::to_string(n) + " elements take " +
-                             std::to_string(max_payload(n)));
+    check_length(bytes, max_payload(n), n);
     decode_any(kind_, payload + kChecksumBytes, weight, out, n);
   }
 

@@ -1,6 +1,7 @@
 #include "codec.h"
 
 #include <cstring>
+#include <string>
 
 #include "simd.h"
 
@@ -58,6 +59,12 @@ void check_seal(const uint8_t* payload, size_t bytes) {
   std::memcpy(&expected, payload, kChecksumBytes);
   if (checksum(payload + kChecksumBytes, bytes - kChecksumBytes) != expected)
     throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes does not match its checksum");
+}
+
+void check_length(size_t bytes, size_t expected, size_t n) {
+  if (bytes != expected)
+    throw MalformedPayload("payload has " + std::to_string(bytes) + " bytes, " + std::to_string(n) + " elements take " +
+                           std::to_string(expected));
 }
 
 }  // namespace hvd_compress

@@ -73,6 +73,7 @@ uint32_t checksum(const uint8_t* data, size_t bytes);
 constexpr size_t kChecksumBytes = 4;
 void seal(uint8_t* payload, size_t bytes);
 void check_seal(const uint8_t* payload, size_t bytes);
+void check_length(size_t bytes, size_t expected, size_t n);  // of the payload of n elements, where it is always the same
 
 std::unique_ptr<Codec> create_adacomp(const Options& options);
 std::unique_ptr<Codec> create_quantizer(Kind kind, const Options& options);

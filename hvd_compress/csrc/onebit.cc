@@ -6,7 +6,6 @@
 // is 0. A scale of NaN: u was not finite, and it decodes to NaN.
 #include <cmath>
 #include <limits>
-#include <string>
 
 #include "moments.h"
 
@@ -84,9 +83,7 @@ class OneBit final : public Codec {
 
   void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
     check_seal(payload, bytes);
-    if (bytes != max_payload(n))
-      throw MalformedPayload("payload has " + std::to_string(bytes) + " bytes, " + std::to_string(n) + " elements take " +
-                             std::to_string(max_payload(n)));
+    check_length(bytes, max_payload(n), n);
     float scale;
     std::memcpy(&scale, payload + kChecksumBytes, sizeof(scale));
     add_signed(payload + kHead, n, weight * scale, out);

@@ -245,14 +245,12 @@ class Quantizer final : public Codec {
   void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
     check_seal(payload, bytes);
     const uint8_t* in = payload + kChecksumBytes;
-    bytes -= kChecksumBytes;
     if (coding_ == Coding::kElias) {
-      (kind_ == Kind::kNuqsgd ? decode_elias<Exponential> : decode_elias<Uniform>)(bits_, in, bytes, bucket_, weight, out, n);
+      (kind_ == Kind::kNuqsgd ? decode_elias<Exponential> : decode_elias<Uniform>)(bits_, in, bytes - kChecksumBytes, bucket_,
+                                                                                  weight, out, n);
       return;
     }
-    if (bytes != fixed_bytes(n))
-      throw MalformedPayload("quantized payload has " + std::to_string(bytes) + " bytes, " + std::to_string(n) +
-                             " elements take " + std::to_string(fixed_bytes(n)));
+    check_length(bytes, max_payload(n), n);
     alignas(64) uint32_t code[kTile];
     const auto add = kind_ == Kind::kNuqsgd ? add_exponential : add_uniform;
     for (size_t start = 0; start < n; start += bucket_) {
