@@ -1,8 +1,27 @@
-"""What the exchanges of both frameworks know: among whom, and under which names."""
+"""What the exchanges of both frameworks know: among whom, under which names, and which one is shorter."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from hvd_compress.codecs import Codec
+
+ALLGATHER = "allgather"
+"""Every rank gets the payloads of all: (n-1) payloads from each of n ranks."""
+SCATTER_GATHER = "scatter-gather"
+"""Every rank gets its chunk of the payloads of all, and sends the mean of it, encoded again, to all: 2 (n-1)/n payloads."""
+AUTO = "auto"
+
+
+def shorter(codec: Codec, ranks: int) -> str:
+    """The exchange in which each of so many ranks sends less.
+
+    With two ranks both send one payload, and allgather encodes but once. The mean of sparse payloads is as large as all of them
+    together, until it is dense: only then scatter-gather, which sends the mean, is the shorter one.
+    """
+    if ranks <= 2 or (codec.is_sparse and ranks <= 1 + codec.typical_ratio):
+        return ALLGATHER
+    return SCATTER_GATHER
 
 
 class Members:

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress import _kernels
 from hvd_compress.vector import Vector
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class Flags(enum.IntFlag):
@@ -20,6 +20,8 @@ class Flags(enum.IntFlag):
     """A gradient held Inf or NaN: every rank undoes the step's residuals."""
     REPEAT = 2
     """There was no new gradient since the last step's result was handed out; there are no payloads."""
+    DAMAGED = 4
+    """What the rank was to encode again was damaged; there are no payloads."""
 
 
 class Message(NamedTuple):
@@ -66,14 +68,16 @@ class MessageWriter:
         start = self._end + self.ENTRY_BYTES
         return self._vector.slice(start, self._vector.length - start)
 
-    def add(self, index: int, payload_bytes: int) -> None:
-        """Takes the payload that was written to `room()`."""
+    def add(self, index: int, payload_bytes: int) -> int:
+        """Takes the payload that was written to `room()`; returns by how much that lengthens the message."""
         room = self._vector.length - self._end - self.ENTRY_BYTES
         if not 0 <= payload_bytes <= room:
             raise ValueError(f"a payload of {payload_bytes} bytes in a room of {room}")
         _kernels.write_entry(self._vector.address + self._end, index, payload_bytes)
         self._end += self.ENTRY_BYTES + payload_bytes
         self.segments += 1
+        # The header is counted with the first one.
+        return self.ENTRY_BYTES + payload_bytes + (self.HEADER_BYTES if self.segments == 1 else 0)
 
     def finish(self, digest: int, step: int) -> int:
         """Writes the header and returns the message's length in bytes, a byte of padding included in every second step."""

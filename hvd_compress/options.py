@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_compress.exchange import ALLGATHER, AUTO, SCATTER_GATHER
+
 BUCKET_BYTES = 25 * 2**20
 """How much gradient travels in one message."""
 PLAN_SECONDS = 10.0
 """How long a rank waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
+
+
+def check_exchange(exchange: Any) -> str:
+    """How payloads travel; ValueError where it is no such way."""
+    allowed = (AUTO, ALLGATHER, SCATTER_GATHER)
+    if exchange not in allowed:
+        raise ValueError(f"exchange={exchange!r} is not allowed; allowed is {', '.join(map(repr, allowed))}")
+    return str(exchange)
 
 
 def check_seed(seed: Any) -> int:

@@ -15,8 +15,9 @@ import numpy as np
 
 from hvd_compress._version import __version__
 from hvd_compress.codecs import Codec, Identity, parse
+from hvd_compress.exchange import AUTO, shorter
 from hvd_compress.message import WIRE_VERSION
-from hvd_compress.options import check_bucket_bytes
+from hvd_compress.options import check_bucket_bytes, check_exchange
 from hvd_compress.vector import DTYPES
 
 
@@ -106,12 +107,14 @@ class Segment:
         parameter: Which one.
         codec: What encodes it, options filled in.
         bucket: Index of its bucket; None where Horovod's own allreduce sends it.
+        exchange: How it travels, "allgather" or "scatter-gather", as all of its bucket; None where that is.
     """
 
     index: int
     parameter: Parameter
     codec: Codec
     bucket: int | None
+    exchange: str | None = None
 
 
 class Plan:
@@ -121,24 +124,36 @@ class Plan:
         parameters: In the order of the model; buckets are filled from the last one back, as backward produces gradients.
         policy: Chooses the codecs.
         bucket_bytes: A bucket holds so many bytes of gradient at most, or one larger segment.
+        exchange: "allgather", "scatter-gather", or "auto": by codec, whichever sends less.
+        ranks: Among how many.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], policy: Policy, bucket_bytes: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], policy: Policy, bucket_bytes: int, exchange: str = AUTO, ranks: int = 1
+    ) -> None:
         check_bucket_bytes(bucket_bytes)
+        check_exchange(exchange)
         policy.check(parameters)
         self.policy = policy
         self.bucket_bytes = bucket_bytes
+        self.exchange = exchange
+        self.ranks = ranks
         segments: list[Segment] = []
-        bucket, filled = 0, 0
+        buckets = 0
+        filling: dict[str, tuple[int, int]] = {}  # by exchange: the bucket that is not full, and its bytes
         for index in reversed(range(len(parameters))):
-            codec = policy.codec_for(parameters[index])
+            parameter = parameters[index]
+            codec = policy.codec_for(parameter)
             if codec.allreduce_dtype is not None:
-                segments.append(Segment(index, parameters[index], codec, None))
+                segments.append(Segment(index, parameter, codec, None))
                 continue
-            if filled > 0 and filled + parameters[index].nbytes > bucket_bytes:
-                bucket, filled = bucket + 1, 0
-            segments.append(Segment(index, parameters[index], codec, bucket))
-            filled += parameters[index].nbytes
+            way = exchange if exchange != AUTO else shorter(codec, ranks)
+            bucket, filled = filling.get(way, (-1, 0))
+            if bucket < 0 or (filled > 0 and filled + parameter.nbytes > bucket_bytes):
+                bucket, filled = buckets, 0
+                buckets += 1
+            segments.append(Segment(index, parameter, codec, bucket, way))
+            filling[way] = (bucket, filled + parameter.nbytes)
         self.segments = tuple(reversed(segments))
 
     @property
@@ -155,8 +170,9 @@ class Plan:
             "wire": WIRE_VERSION,
             "spec": str(self.policy.codec),
             "bucket_bytes": self.bucket_bytes,
+            "exchange": self.exchange,
             "parameters": {
-                _key(s.parameter): [list(s.parameter.shape), s.parameter.dtype, s.parameter.layout, str(s.codec)]
+                _key(s.parameter): [list(s.parameter.shape), s.parameter.dtype, s.parameter.layout, str(s.codec), s.exchange]
                 for s in self.segments
             },
         }
@@ -200,6 +216,7 @@ def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
             ("wire", "wire format"),
             ("spec", "spec"),
             ("bucket_bytes", "bucket_bytes"),
+            ("exchange", "exchange"),
         ):
             if mine[key] != other[key]:
                 return f"{word}: rank {first} has {mine[key]!r}, rank {rank} has {other[key]!r}"
@@ -210,7 +227,7 @@ def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
                 return f"parameters: rank {has} has {_some([named.get(key, key) for key in only])}, rank {lacks} has not"
         for name in left:
             for mine_value, other_value, word in zip(
-                left[name], right[name], ("shape", "dtype", "layout", "spec"), strict=True
+                left[name], right[name], ("shape", "dtype", "layout", "spec", "exchange"), strict=True
             ):
                 if mine_value != other_value:
                     return (

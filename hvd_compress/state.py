@@ -8,7 +8,7 @@ from typing import Any
 from hvd_compress._version import __version__
 from hvd_compress.plan import Segment
 
-FORMAT = 1
+FORMAT = 2
 
 
 def identity(spec: str, parameters: Mapping[str, list[Any]], world_size: int, rank: int) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def identity(spec: str, parameters: Mapping[str, list[Any]], world_size: int, ra
 
 
 def described(segment: Segment) -> list[Any]:
-    """Shape and codec of a segment, for `identity`."""
-    return [list(segment.parameter.shape), str(segment.codec)]
+    """Shape, codec and exchange of a segment, for `identity`."""
+    return [list(segment.parameter.shape), str(segment.codec), segment.exchange]
 
 
 def check(saved: Any, **kinds: type) -> None:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hvd_compress.exchange import ALLGATHER, SCATTER_GATHER
+
 if TYPE_CHECKING:
     from hvd_compress import _kernels
 
-STAND_IN_BYTES = 8
-"""What Horovod's own allreduce gets instead of a gradient: two floats."""
+STAND_IN_BYTES = 16
+"""What Horovod's own allreduce gets instead of a gradient: four floats."""
 
 
 @dataclasses.dataclass
@@ -22,7 +24,9 @@ class Counters:
     """What dense training puts on this rank's wire: a ring allreduce, 2 (n-1)/n times the gradient."""
     bytes_sent: float = 0
     """What this rank did put on the wire, headers and Horovod's stand-ins included: (n-1) times a message that is gathered,
-    2 (n-1)/n times one that is reduced."""
+    2 (n-1)/n times one that is reduced; of one that is scattered what goes to others, and (n-1) times the own chunk's mean."""
+    exchanges: frozenset[str] = frozenset()
+    """How it was sent: "allreduce" (Horovod's own), "allgather" or "scatter-gather"."""
     selected: int | None = None
     """Elements sent; None where no codec chooses."""
     encode_s: float = 0
@@ -47,13 +51,20 @@ class Counters:
 
     def count_gathered(self, ranks: int, grad_bytes: float, message_bytes: float, steps: int = 1) -> None:
         """Sets the bytes of a gradient whose part of a message was gathered, with a stand-in in each step."""
-        self.bytes_dense = _ring(ranks) * grad_bytes
-        self.bytes_sent = (ranks - 1) * message_bytes + _ring(ranks) * STAND_IN_BYTES * steps
+        self._count(ALLGATHER, ranks, grad_bytes, (ranks - 1) * message_bytes + _ring(ranks) * STAND_IN_BYTES * steps)
+
+    def count_scattered(self, ranks: int, grad_bytes: float, sent_bytes: float, steps: int = 1) -> None:
+        """Sets the bytes of a gradient of which so many were sent to others, with a stand-in in each step."""
+        self._count(SCATTER_GATHER, ranks, grad_bytes, sent_bytes + _ring(ranks) * STAND_IN_BYTES * steps)
 
     def count_reduced(self, ranks: int, grad_bytes: float, reduced_bytes: float) -> None:
         """Sets the bytes of a gradient that Horovod's own allreduce carried."""
+        self._count("allreduce", ranks, grad_bytes, _ring(ranks) * reduced_bytes)
+
+    def _count(self, exchange: str, ranks: int, grad_bytes: float, sent_bytes: float) -> None:
+        self.exchanges = frozenset({exchange})
         self.bytes_dense = _ring(ranks) * grad_bytes
-        self.bytes_sent = _ring(ranks) * reduced_bytes
+        self.bytes_sent = sent_bytes
 
     @classmethod
     def of_session(cls, counted: _kernels.Counters, ranks: int) -> Counters:
@@ -75,6 +86,7 @@ class Counters:
         """Adds what another one counted, of another parameter or (`later`) of a later step, whose residual replaces ours."""
         self.bytes_dense += other.bytes_dense
         self.bytes_sent += other.bytes_sent
+        self.exchanges |= other.exchanges
         if other.selected is not None:
             self.selected = (self.selected or 0) + other.selected
         self.encode_s += other.encode_s

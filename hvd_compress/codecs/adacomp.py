@@ -43,6 +43,17 @@ class AdaComp(Codec):
         """AdaComp lives from its residual."""
         return True
 
+    @property
+    def is_sparse(self) -> bool:
+        """Some 5 elements of a bin."""
+        return True
+
+    @property
+    def typical_ratio(self) -> float:
+        """As of section 3 of the paper, and steady Gaussian gradients: about 5 words for each bin."""
+        bin = self.bin or 500
+        return 32 * bin / (min(5, bin) * (8 if bin < 64 else 16))
+
     def for_shape(self, shape: Sequence[int]) -> AdaComp:
         """Section 4 of the paper: L_T = 50 for convolutions (more than two dimensions), 500 for the other kinds of layer."""
         return self if self.bin is not None else dataclasses.replace(self, bin=50 if len(shape) > 2 else 500)

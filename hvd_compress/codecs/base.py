@@ -10,6 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_compress import _kernels
 from hvd_compress.vector import Vector
 
+LARGE = 2**20
+"""Elements of a segment whose header does not matter."""
+
 
 class Encoded(NamedTuple):
     """What one encoding gave.
@@ -26,6 +29,20 @@ class Encoded(NamedTuple):
     selected: int | None
     residual_norm: float
     finite: bool
+
+
+class Momentum(NamedTuple):
+    """What a gradient is averaged with before it is encoded: ``grad_weight * gradient + weight * vector``.
+
+    Attributes:
+        vector: n float32.
+        weight: Of the vector.
+        grad_weight: Of the gradient.
+    """
+
+    vector: Vector
+    weight: float
+    grad_weight: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +81,30 @@ class Codec:
         """Upper bound of the payload of `n` elements, in bytes."""
         return self.kernel.max_payload(n)
 
-    def encode(self, grad: Vector, residual_in: Vector | None, residual_out: Vector | None, seed: int, out: Vector) -> Encoded:
+    @property
+    def typical_ratio(self) -> float:
+        """Size of a float32 gradient over the size of its payload, as it is usually."""
+        return 4 * LARGE / self.max_payload(LARGE)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a payload has few of the elements, so that the sum of several takes more than one of them."""
+        return False
+
+    @property
+    def grain(self) -> int:
+        """A payload can be cut at multiples of so many elements."""
+        return self.kernel.grain
+
+    def encode(
+        self,
+        grad: Vector,
+        residual_in: Vector | None,
+        residual_out: Vector | None,
+        seed: int,
+        out: Vector,
+        momentum: Momentum | None = None,
+    ) -> Encoded:
         """Encodes one segment.
 
         Args:
@@ -74,6 +114,7 @@ class Codec:
                 can be undone. None exactly where `residual_in` is.
             seed: 64 bits. The same seed gives the same bytes.
             out: uint8, at least `max_payload(n)`.
+            momentum: What the gradient is averaged with first.
 
         Raises:
             ValueError: A vector has the wrong dtype or length, or the residual is missing or one too many.
@@ -81,6 +122,49 @@ class Codec:
         n = grad.length
         if grad.dtype not in _kernels.DType.__members__:
             raise ValueError(f"gradient of dtype {grad.dtype}: allowed are {', '.join(_kernels.DType.__members__)}")
+        addresses = self._check_buffers(n, residual_in, residual_out, out)
+        dtype = getattr(_kernels.DType, grad.dtype)
+        if momentum is None:
+            return _encoded(self.kernel.encode(grad.address, dtype, *addresses, n, seed, out.address))
+        vector, weight, grad_weight = momentum
+        if (vector.dtype, vector.length) != ("float32", n):
+            raise ValueError(f"a momentum of {vector.length} {vector.dtype} for {n} elements: it takes {n} float32")
+        return _encoded(
+            self.kernel.encode(grad.address, dtype, *addresses, n, seed, out.address, vector.address, grad_weight, weight)
+        )
+
+    def encode_again(
+        self,
+        payloads: Sequence[Vector],
+        weight: float,
+        residual_in: Vector | None,
+        residual_out: Vector | None,
+        seed: int,
+        scratch: Vector,
+        out: Vector,
+    ) -> Encoded:
+        """Encodes ``weight`` times the sum of what several payloads hold, as `encode` does.
+
+        Args:
+            payloads: uint8, each of n elements.
+            weight: One over the number of ranks makes the mean.
+            residual_in: As in `encode`.
+            residual_out: As in `encode`.
+            seed: As in `encode`.
+            scratch: n float32, which are overwritten.
+            out: As in `encode`.
+
+        Raises:
+            ValueError: As in `encode`.
+            PayloadError: As in `decode_add`.
+        """
+        n = scratch.length
+        addresses = self._check_buffers(n, residual_in, residual_out, out)
+        places = [(payload.address, payload.length) for payload in payloads]
+        return _encoded(_kernels.encode_again(self.kernel, places, weight, *addresses, n, seed, scratch.address, out.address))
+
+    def _check_buffers(self, n: int, residual_in: Vector | None, residual_out: Vector | None, out: Vector) -> tuple[int, int]:
+        """Raises ValueError where one of them does not fit; returns the addresses of the residuals, 0 without one."""
         for residual in (residual_in, residual_out):
             if (residual is not None) != self.has_residual:
                 raise ValueError(f"{self} {'needs a' if self.has_residual else 'has no'} residual")
@@ -88,15 +172,11 @@ class Codec:
                 raise ValueError(f"a residual of {residual.length} {residual.dtype} for {n} elements: it takes {n} float32")
         if out.dtype != "uint8" or out.length < self.max_payload(n):
             raise ValueError(f"room for {out.length} {out.dtype}: {n} elements can take {self.max_payload(n)} uint8")
-        addresses = [0, 0]
-        if residual_in is not None and residual_out is not None:
-            addresses = [residual_in.address, residual_out.address]
-            if abs(addresses[0] - addresses[1]) < 4 * n:
-                raise ValueError("residual_in and residual_out overlap: the old residual is kept to undo a step")
-        size, selected, residual_sq, finite = self.kernel.encode(
-            grad.address, getattr(_kernels.DType, grad.dtype), addresses[0], addresses[1], n, seed, out.address
-        )
-        return Encoded(size, None if selected < 0 else selected, float(residual_sq) ** 0.5, finite)
+        if residual_in is None or residual_out is None:
+            return 0, 0
+        if abs(residual_in.address - residual_out.address) < 4 * n:
+            raise ValueError("residual_in and residual_out overlap: the old residual is kept to undo a step")
+        return residual_in.address, residual_out.address
 
     def decode_add(self, payload: Vector, weight: float, out: Vector) -> None:
         """Adds ``weight * decoded`` to `out` (n float32).
@@ -133,6 +213,11 @@ class Codec:
         value = getattr(self, option)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._refuse(option, f"a whole number from {low} to {high}")
+
+
+def _encoded(encoded: _kernels.Encoded) -> Encoded:
+    selected = None if encoded.selected < 0 else encoded.selected
+    return Encoded(encoded.bytes, selected, encoded.residual_sq**0.5, encoded.finite)
 
 
 def _show(value: Any) -> str:

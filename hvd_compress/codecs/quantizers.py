@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
+
+import numpy as np
 
 from hvd_compress import _kernels
 from hvd_compress.codecs.base import Codec
+from hvd_compress.vector import Vector
 
 MAX_BUCKET = 2**31 - 1
 
@@ -48,10 +52,28 @@ class _Quantizer(Codec):
         """Only under error feedback."""
         return self.feedback
 
+    @property
+    def is_sparse(self) -> bool:
+        """Elias codes are short because most levels are 0."""
+        return self.coding == "elias"
+
+    @property
+    def typical_ratio(self) -> float:
+        """Of Elias codes: on Gaussian numbers."""
+        return _gaussian_ratio(self) if self.coding == "elias" else super().typical_ratio
+
     def kernel_options(self) -> dict[str, Any]:
         """What the kernels need to know of it."""
         options = dataclasses.asdict(self)
         return {**options, "coding": getattr(_kernels.Coding, self.coding)}
+
+
+@functools.cache
+def _gaussian_ratio(codec: _Quantizer) -> float:
+    grad = np.random.default_rng(0).standard_normal(2**16, np.float32)
+    out = np.empty(codec.max_payload(grad.size), np.uint8)
+    unbiased = dataclasses.replace(codec, feedback=False)
+    return grad.nbytes / unbiased.encode(Vector.of(grad), None, None, 0, Vector.of(out)).bytes
 
 
 @dataclasses.dataclass(frozen=True)

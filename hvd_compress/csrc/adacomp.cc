@@ -60,6 +60,24 @@ void scatter_add(const uint8_t* words, size_t count, size_t bin, float value, fl
   if (count > 0 && begin < n) throw MalformedPayload("AdaComp payload ends before its last bin");
 }
 
+// The word behind that many bins.
+template <typename Word>
+size_t skip_bins(const uint8_t* words, size_t count, size_t from, size_t bins) {
+  for (; from < count && bins > 0; ++from) {
+    Word word;
+    std::memcpy(&word, words + from * sizeof(Word), sizeof(Word));
+    if (word & Layout<Word>::kLast) --bins;
+  }
+  return from;
+}
+
+template <typename Word>
+bool is_empty(const uint8_t* at) {
+  Word word;
+  std::memcpy(&word, at, sizeof(Word));
+  return (word & Layout<Word>::kIndexMask) == Layout<Word>::kIndexMask;
+}
+
 struct Selection {
   size_t words = 0;         // written, the marks of empty bins included
   int64_t selected = 0;
@@ -148,7 +166,7 @@ HVD_INLINE void select_tile(const float* __restrict dw, const float* __restrict 
 }
 
 template <typename Word>
-HVD_INLINE void select_all(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n,
+HVD_INLINE void select_all(const Gradient& grad, const float* residual_in, float* residual_out, size_t n,
                            size_t bin, float c, uint8_t* out, Selection& s) {
   alignas(64) float converted[kTileCapacity];
   alignas(64) int32_t h[kTileCapacity];
@@ -157,7 +175,7 @@ HVD_INLINE void select_all(const void* grad, DType dtype, const float* residual_
   size_t written = 0;
   for (size_t begin = 0; begin < n && s.largest < static_cast<int32_t>(kInfinity); begin += tile) {
     const size_t count = std::min(tile, n - begin);
-    const float* dw = load(grad, dtype, begin, count, converted);
+    const float* dw = load(grad, begin, count, converted);
     select_tile(dw, residual_in + begin, residual_out + begin, count, bin, c, h, words, s);
     std::memcpy(out + written * sizeof(Word), words, s.words * sizeof(Word));
     written += s.words;
@@ -165,14 +183,14 @@ HVD_INLINE void select_all(const void* grad, DType dtype, const float* residual_
   s.words = written;
 }
 
-HVD_SIMD void select8(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, size_t bin,
+HVD_SIMD void select8(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, size_t bin,
                       float c, uint8_t* out, Selection& s) {
-  select_all<uint8_t>(grad, dtype, residual_in, residual_out, n, bin, c, out, s);
+  select_all<uint8_t>(grad, residual_in, residual_out, n, bin, c, out, s);
 }
 
-HVD_SIMD void select16(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, size_t bin,
+HVD_SIMD void select16(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, size_t bin,
                        float c, uint8_t* out, Selection& s) {
-  select_all<uint16_t>(grad, dtype, residual_in, residual_out, n, bin, c, out, s);
+  select_all<uint16_t>(grad, residual_in, residual_out, n, bin, c, out, s);
 }
 
 class AdaComp final : public Codec {
@@ -184,12 +202,12 @@ class AdaComp final : public Codec {
 
   size_t max_payload(size_t n) const override { return kHeaderBytes + n * width_; }
 
-  Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t,
                  uint8_t* out) const override {
     if (n > 0 && (!residual_in || !residual_out)) throw std::invalid_argument("AdaComp needs a residual");
     Selection s;
     uint8_t* words = out + kHeaderBytes;
-    (width_ == 1 ? select8 : select16)(grad, dtype, residual_in, residual_out, n, bin_, c_, words, s);
+    (width_ == 1 ? select8 : select16)(grad, residual_in, residual_out, n, bin_, c_, words, s);
 
     Encoded encoded;
     encoded.finite = s.largest < static_cast<int32_t>(kInfinity);
@@ -227,7 +245,33 @@ class AdaComp final : public Codec {
     scatter(payload + kHeaderBytes, count, weight * scale, out, n);
   }
 
+  size_t grain() const override { return bin_; }
+
+  // cursor counts the words of the pieces before.
+  size_t cut(const uint8_t* payload, size_t bytes, size_t, size_t begin, size_t end, size_t& cursor,
+             uint8_t* out) const override {
+    check_head(bytes, kHeaderBytes);
+    const uint8_t* words = payload + kHeaderBytes;
+    const size_t count = (bytes - kHeaderBytes) / width_;
+    const size_t bins = (end - begin + bin_ - 1) / bin_;
+    const size_t stop = (width_ == 1 ? skip_bins<uint8_t> : skip_bins<uint16_t>)(words, count, cursor, bins);
+    const size_t kept = stop - cursor == bins && all_empty(words, cursor, stop) ? 0 : stop - cursor;
+    std::memcpy(out + kChecksumBytes, payload + kChecksumBytes, 4);
+    std::memcpy(out + kHeaderBytes, words + cursor * width_, kept * width_);
+    cursor = stop;
+    seal(out, kHeaderBytes + kept * width_);
+    return kHeaderBytes + kept * width_;
+  }
+
  private:
+  bool all_empty(const uint8_t* words, size_t begin, size_t end) const {
+    for (size_t i = begin * width_; i < end * width_; i += width_) {
+      const bool empty = width_ == 1 ? is_empty<uint8_t>(words + i) : is_empty<uint16_t>(words + i);
+      if (!empty) return false;
+    }
+    return true;
+  }
+
   void scatter(const uint8_t* words, size_t count, float value, float* out, size_t n) const {
     (width_ == 1 ? scatter_add<uint8_t> : scatter_add<uint16_t>)(words, count, bin_, value, out, n);
   }

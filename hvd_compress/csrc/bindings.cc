@@ -1,12 +1,15 @@
-// The Python binding: the four functions over addresses. Whoever calls it keeps the memory alive and of the right size;
+// The Python binding: the five functions over addresses. Whoever calls it keeps the memory alive and of the right size;
 // hvd_compress.codecs is that caller. The GIL is released while a kernel runs.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "codec.h"
 #include "message.h"
 #include "random.h"
+#include "scatter.h"
 #include "session_state.h"
 #include "stand_in.h"
 
@@ -16,6 +19,7 @@ using namespace hvd_compress;
 namespace {
 
 uint8_t* bytes_at(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
+float* floats_at(uintptr_t address) { return reinterpret_cast<float*>(address); }
 
 // Offset and length of each payload by its segment's index, in the order in which they stand in the message.
 py::tuple as_tuple(const Message& message) {
@@ -35,6 +39,36 @@ void bind_messages(py::module_& m) {
     py::list messages;
     for (const Message& message : read_messages(bytes_at(data), bytes, ranks)) messages.append(as_tuple(message));
     return messages;
+  });
+}
+
+void bind_chunks(py::module_& m) {
+  py::class_<Chunks>(m, "Chunks")
+      .def(py::init([](const std::vector<std::tuple<uint32_t, std::shared_ptr<Codec>, size_t>>& segments, size_t owners) {
+        std::vector<Part> parts;
+        for (const auto& [index, codec, n] : segments) parts.push_back({index, codec, n});
+        return Chunks(std::move(parts), owners);
+      }))
+      .def("pieces",
+           [](const Chunks& chunks, size_t owner) {
+             std::vector<std::tuple<uint32_t, size_t, size_t>> pieces;
+             for (const Piece& piece : chunks.pieces(owner)) pieces.emplace_back(piece.index, piece.begin, piece.end);
+             return pieces;
+           })
+      .def_property_readonly("split_room", &Chunks::split_room)
+      .def("message_room", &Chunks::message_room)
+      .def("split", [](const Chunks& chunks, uintptr_t message, size_t bytes, uintptr_t out) {
+        py::gil_scoped_release release;
+        return chunks.split(bytes_at(message), bytes, bytes_at(out));
+      });
+  m.def("encode_again", [](const Codec& codec, const std::vector<std::pair<uintptr_t, size_t>>& payloads, float weight,
+                           uintptr_t residual_in, uintptr_t residual_out, size_t n, uint64_t seed, uintptr_t scratch,
+                           uintptr_t out) {
+    std::vector<Bytes> all;
+    for (const auto& [address, bytes] : payloads) all.emplace_back(bytes_at(address), bytes);
+    py::gil_scoped_release release;
+    return encode_again(codec, all, weight, floats_at(residual_in), floats_at(residual_out), n, seed, floats_at(scratch),
+                        bytes_at(out));
   });
 }
 
@@ -98,6 +132,11 @@ PYBIND11_MODULE(_kernels, m) {
 
   py::register_exception<MalformedPayload>(m, "PayloadError", PyExc_ValueError).attr("__module__") = "hvd_compress";
 
+  py::class_<Encoded>(m, "Encoded")
+      .def_readonly("bytes", &Encoded::bytes)
+      .def_readonly("selected", &Encoded::selected)
+      .def_readonly("residual_sq", &Encoded::residual_sq)
+      .def_readonly("finite", &Encoded::finite);
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec")
       .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback, Scale scale) {
              return create(kind, Options{bin, c, bits, bucket, coding, feedback, scale});
@@ -108,24 +147,38 @@ PYBIND11_MODULE(_kernels, m) {
       .def("max_payload", &Codec::max_payload)
       .def("encode",
            [](const Codec& codec, uintptr_t grad, DType dtype, uintptr_t residual_in, uintptr_t residual_out, size_t n,
-              uint64_t seed, uintptr_t out) {
-             Encoded e;
-             {
-               py::gil_scoped_release release;
-               e = codec.encode(reinterpret_cast<const void*>(grad), dtype, reinterpret_cast<const float*>(residual_in),
-                                reinterpret_cast<float*>(residual_out), n, seed, reinterpret_cast<uint8_t*>(out));
-             }
-             return py::make_tuple(e.bytes, e.selected, e.residual_sq, e.finite);
-           })
+              uint64_t seed, uintptr_t out, uintptr_t momentum, float weight, float momentum_weight) {
+             const Gradient gradient{reinterpret_cast<const void*>(grad), dtype, floats_at(momentum), weight, momentum_weight};
+             py::gil_scoped_release release;
+             return codec.encode(gradient, floats_at(residual_in), floats_at(residual_out), n, seed, bytes_at(out));
+           },
+           py::arg("grad"), py::arg("dtype"), py::arg("residual_in"), py::arg("residual_out"), py::arg("n"), py::arg("seed"),
+           py::arg("out"), py::arg("momentum") = 0, py::arg("weight") = 1.0f, py::arg("momentum_weight") = 0.0f)
       .def("decode_add",
            [](const Codec& codec, uintptr_t payload, size_t bytes, float weight, uintptr_t out, size_t n) {
              py::gil_scoped_release release;
-             codec.decode_add(reinterpret_cast<const uint8_t*>(payload), bytes, weight, reinterpret_cast<float*>(out), n);
-           });
+             codec.decode_add(bytes_at(payload), bytes, weight, floats_at(out), n);
+           })
+      .def_property_readonly("grain", &Codec::grain)
+      .def("cut", [](const Codec& codec, uintptr_t payload, size_t bytes, size_t n, size_t begin, size_t end, size_t cursor,
+                     uintptr_t out) {
+        const size_t size = codec.cut(bytes_at(payload), bytes, n, begin, end, cursor, bytes_at(out));
+        return py::make_tuple(size, cursor);
+      });
 
   m.def("mix_seed", &mix_seed, py::arg("seed"), py::arg("rank"), py::arg("step"), py::arg("segment"));
-  m.def("stand_in_factor", &stand_in_factor);
+  using StandIn = std::array<float, kStandIn>;
+  m.def("make_stand_in", [](int64_t rank, int64_t ranks, uint64_t digest) {
+    StandIn stand_in;
+    make_stand_in(rank, ranks, digest, stand_in.data());
+    return stand_in;
+  });
+  m.def("stand_in_factor", [](const StandIn& reduced, int64_t ranks) { return stand_in_factor(reduced.data(), ranks); });
+  m.def("stand_in_agrees", [](const StandIn& reduced, double factor, int64_t ranks, uint64_t digest) {
+    return stand_in_agrees(reduced.data(), factor, ranks, digest);
+  });
   bind_messages(m);
+  bind_chunks(m);
   bind_sessions(m);
   m.def("checksum",
         [](uintptr_t data, size_t bytes) { return checksum(reinterpret_cast<const uint8_t*>(data), bytes); });

@@ -32,13 +32,13 @@ HVD_INLINE float from_wire(Wire<kind> x) {
 // Returns the largest magnitude as bits, to tell whether all were finite. The output may be unaligned: it is written
 // through a tile.
 template <Kind kind>
-HVD_INLINE int32_t encode_all(const void* grad, DType dtype, size_t n, uint8_t* out) {
+HVD_INLINE int32_t encode_all(const Gradient& grad, size_t n, uint8_t* out) {
   int32_t largest = 0;
   float tile[kTile];
   Wire<kind> wire[kTile];
   for (size_t begin = 0; begin < n; begin += kTile) {
     const size_t count = std::min(kTile, n - begin);
-    const float* x = load(grad, dtype, begin, count, tile);
+    const float* x = load(grad, begin, count, tile);
     for (size_t i = 0; i < count; ++i) {
       largest = std::max(largest, magnitude_bits(x[i]));
       wire[i] = to_wire<kind>(x[i]);
@@ -58,11 +58,11 @@ HVD_INLINE void decode_all(const uint8_t* in, float weight, float* __restrict ou
   }
 }
 
-HVD_SIMD int32_t encode_any(Kind kind, const void* grad, DType dtype, size_t n, uint8_t* out) {
+HVD_SIMD int32_t encode_any(Kind kind, const Gradient& grad, size_t n, uint8_t* out) {
   switch (kind) {
-    case Kind::kFp16: return encode_all<Kind::kFp16>(grad, dtype, n, out);
-    case Kind::kBf16: return encode_all<Kind::kBf16>(grad, dtype, n, out);
-    default: return encode_all<Kind::kNone>(grad, dtype, n, out);
+    case Kind::kFp16: return encode_all<Kind::kFp16>(grad, n, out);
+    case Kind::kBf16: return encode_all<Kind::kBf16>(grad, n, out);
+    default: return encode_all<Kind::kNone>(grad, n, out);
   }
 }
 
@@ -80,12 +80,12 @@ class Cast final : public Codec {
 
   size_t max_payload(size_t n) const override { return kChecksumBytes + width_ * n; }
 
-  Encoded encode(const void* grad, DType dtype, const float* residual_in, float*, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float*, size_t n, uint64_t,
                  uint8_t* out) const override {
     if (n > 0 && residual_in) throw std::invalid_argument("a cast keeps no residual");
     Encoded encoded;
     encoded.bytes = max_payload(n);
-    encoded.finite = encode_any(kind_, grad, dtype, n, out + kChecksumBytes) < static_cast<int32_t>(kInfinity);
+    encoded.finite = encode_any(kind_, grad, n, out + kChecksumBytes) < static_cast<int32_t>(kInfinity);
     seal(out, encoded.bytes);
     return encoded;
   }
@@ -94,6 +94,16 @@ class Cast final : public Codec {
     check_seal(payload, bytes);
     check_length(bytes, max_payload(n), n);
     decode_any(kind_, payload + kChecksumBytes, weight, out, n);
+  }
+
+  size_t grain() const override { return 1; }
+
+  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t&, uint8_t* out) const override {
+    check_length(bytes, max_payload(n), n);
+    const size_t size = max_payload(end - begin);
+    std::memcpy(out + kChecksumBytes, payload + kChecksumBytes + width_ * begin, size - kChecksumBytes);
+    seal(out, size);
+    return size;
   }
 
  private:

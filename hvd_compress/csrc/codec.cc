@@ -54,11 +54,16 @@ void seal(uint8_t* payload, size_t bytes) {
 }
 
 void check_seal(const uint8_t* payload, size_t bytes) {
-  if (bytes < kChecksumBytes) throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes has no checksum");
+  check_head(bytes, kChecksumBytes);
   uint32_t expected;
   std::memcpy(&expected, payload, kChecksumBytes);
   if (checksum(payload + kChecksumBytes, bytes - kChecksumBytes) != expected)
     throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes does not match its checksum");
+}
+
+void check_head(size_t bytes, size_t head) {
+  if (bytes < head)
+    throw MalformedPayload("payload of " + std::to_string(bytes) + " bytes has no head of " + std::to_string(head));
 }
 
 void check_length(size_t bytes, size_t expected, size_t n) {

@@ -1,11 +1,12 @@
-// The interface of every codec: four functions over raw memory.
+// The interface of every codec: five functions over raw memory.
 //
 //   create(kind, options)   a codec from an enum and a few numbers, already validated by the caller
 //   max_payload(n)          upper bound of the payload of n elements, in bytes
 //   encode(...)             one segment -> payload, and the residual that is left
 //   decode_add(...)         out += weight * decoded
+//   cut(...)                a payload -> the payload of some of its elements
 //
-// Nothing here knows a framework. A CUDA codec will be a second implementation of the same four, with a stream.
+// Nothing here knows a framework. A CUDA codec will be a second implementation of the same five, with a stream.
 //
 // Every payload begins with a 32-bit checksum of the rest, so that a damaged one is refused before anything is written.
 // All numbers on the wire are little-endian.
@@ -42,6 +43,14 @@ struct Encoded {
                              // NaN, and what was written to residual_out is to be thrown away
 };
 
+// What is to be encoded: numbers of dtype, contiguous; under a momentum (as many floats), their weighted sum with it.
+struct Gradient {
+  const void* data;
+  DType dtype;
+  const float* momentum = nullptr;
+  float weight = 1, momentum_weight = 0;
+};
+
 // A payload that no encoder wrote.
 struct MalformedPayload : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -53,15 +62,24 @@ class Codec {
 
   virtual size_t max_payload(size_t n) const = 0;
 
-  // Encodes grad (n elements of dtype, contiguous) plus residual_in (n floats, or null) into out (max_payload(n) bytes)
-  // and writes what was lost to residual_out (n floats; null exactly where residual_in is; no overlap with it, so that
-  // a step can be undone). seed makes the randomness: the same seed, the same bytes.
-  virtual Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n,
-                         uint64_t seed, uint8_t* out) const = 0;
+  // Encodes grad (n elements) plus residual_in (n floats, or null) into out (max_payload(n) bytes) and writes what was lost
+  // to residual_out (n floats; null exactly where residual_in is; no overlap with it, so that a step can be undone). seed
+  // makes the randomness: the same seed, the same bytes.
+  virtual Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+                         uint8_t* out) const = 0;
 
   // out[i] += weight * decoded[i] for n floats. Throws MalformedPayload, and touches nothing outside of
   // payload[0..bytes) and out[0..n), whatever the payload holds.
   virtual void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const = 0;
+
+  // A payload can be cut between elements that are a multiple of this apart.
+  virtual size_t grain() const = 0;
+
+  // Writes the payload of elements [begin, end) of a payload of n: they decode to what they decode to in the whole. begin and
+  // end are multiples of grain(), or n; out has room for max_payload(end - begin). `cursor` is 0 for begin = 0, and for a
+  // later piece what the call for the piece before has made of it. Returns the bytes.
+  virtual size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t& cursor,
+                     uint8_t* out) const = 0;
 };
 
 std::unique_ptr<Codec> create(Kind kind, const Options& options);
@@ -73,6 +91,7 @@ uint32_t checksum(const uint8_t* data, size_t bytes);
 constexpr size_t kChecksumBytes = 4;
 void seal(uint8_t* payload, size_t bytes);
 void check_seal(const uint8_t* payload, size_t bytes);
+void check_head(size_t bytes, size_t head);                  // that a payload has at least its head
 void check_length(size_t bytes, size_t expected, size_t n);  // of the payload of n elements, where it is always the same
 
 std::unique_ptr<Codec> create_adacomp(const Options& options);

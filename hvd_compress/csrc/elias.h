@@ -57,7 +57,13 @@ class BitWriter {
 
 class BitReader {
  public:
-  BitReader(const uint8_t* in, size_t bytes) : in_(in), end_(in + bytes) {}
+  // Begins at that bit, which must not lie behind the end.
+  BitReader(const uint8_t* in, size_t bytes, size_t bit = 0) : begin_(in), in_(in + bit / 8), end_(in + bytes) {
+    get(static_cast<int>(bit % 8));
+  }
+
+  // The bit that is next.
+  size_t position() const { return static_cast<size_t>(in_ - begin_) * 8 - static_cast<size_t>(filled_); }
 
   // length <= 32
   uint32_t get(int length) {
@@ -86,6 +92,7 @@ class BitReader {
   }
 
  private:
+  const uint8_t* begin_;
   const uint8_t* in_;
   const uint8_t* end_;
   uint64_t buffer_ = 0;

@@ -60,8 +60,9 @@ HVD_INLINE uint16_t to_float16(float x) {
   return static_cast<uint16_t>(h | sign);
 }
 
-// Elements [begin, begin + count) of a gradient as float32: the memory itself where it is float32, else converted into tile.
-HVD_INLINE const float* load(const void* grad, DType dtype, size_t begin, size_t count, float* __restrict tile) {
+// Elements [begin, begin + count) of numbers of any dtype as float32: the memory itself where it is float32, else converted
+// into tile.
+HVD_INLINE const float* load_numbers(const void* grad, DType dtype, size_t begin, size_t count, float* __restrict tile) {
   switch (dtype) {
     case DType::kFloat32:
       return static_cast<const float*>(grad) + begin;
@@ -82,6 +83,15 @@ HVD_INLINE const float* load(const void* grad, DType dtype, size_t begin, size_t
     }
   }
   return nullptr;  // unreachable: the enum is exhausted
+}
+
+// Elements [begin, begin + count) of a gradient as float32, with its momentum where it has one; in tile, or where they are.
+HVD_INLINE const float* load(const Gradient& grad, size_t begin, size_t count, float* __restrict tile) {
+  const float* v = load_numbers(grad.data, grad.dtype, begin, count, tile);
+  if (grad.momentum == nullptr) return v;
+  const float* m = grad.momentum + begin;
+  for (size_t i = 0; i < count; ++i) tile[i] = grad.weight * v[i] + grad.momentum_weight * m[i];
+  return tile;
 }
 
 }  // namespace hvd_compress

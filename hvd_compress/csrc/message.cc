@@ -77,7 +77,7 @@ std::vector<Message> read_messages(const uint8_t* data, size_t bytes, int ranks)
       throw MalformedPayload(std::to_string(bytes) + " bytes end in the header of rank " + name + "'s message");
     }
     const auto length = load<uint64_t>(data + start + 24);
-    if (std::memcmp(data + start, kMagic, sizeof kMagic) != 0 || load<uint32_t>(data + start + 4) > (kNonFinite | kRepeat) ||
+    if (std::memcmp(data + start, kMagic, sizeof kMagic) != 0 || load<uint32_t>(data + start + 4) > kAllFlags ||
         length < kHeaderBytes || length > bytes - start) {
       throw MalformedPayload("rank " + name + "'s message has a header that is none");
     }

@@ -15,6 +15,8 @@ namespace hvd_compress {
 
 constexpr uint32_t kNonFinite = 1;  // a gradient held Inf or NaN: every rank undoes the step's residuals
 constexpr uint32_t kRepeat = 2;     // no new gradient since the last step's result was handed out: no payloads
+constexpr uint32_t kDamaged = 4;    // what the sender was to encode again was damaged: no payloads
+constexpr uint32_t kAllFlags = kNonFinite | kRepeat | kDamaged;
 
 constexpr size_t kHeaderBytes = 32;
 constexpr size_t kEntryBytes = 12;  // what a segment takes besides its payload

@@ -10,9 +10,9 @@
 namespace hvd_compress {
 
 // Elements [begin, begin + count) of what is to be sent: the gradient, plus the residual where there is one.
-HVD_SIMD static const float* load_sum(const void* grad, DType dtype, const float* residual, size_t begin, size_t count,
+HVD_SIMD static const float* load_sum(const Gradient& grad, const float* residual, size_t begin, size_t count,
                                       float* __restrict tile) {
-  const float* v = load(grad, dtype, begin, count, tile);
+  const float* v = load(grad, begin, count, tile);
   if (!residual) return v;
   for (size_t i = 0; i < count; ++i) tile[i] = v[i] + residual[begin + i];
   return tile;

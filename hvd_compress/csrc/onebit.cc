@@ -48,7 +48,7 @@ class OneBit final : public Codec {
 
   size_t max_payload(size_t n) const override { return kHead + (n + 7) / 8; }
 
-  Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t,
                  uint8_t* out) const override {
     if (n > 0 && (residual_in == nullptr || residual_out == nullptr))
       throw std::invalid_argument("onebit needs a residual");
@@ -57,7 +57,7 @@ class OneBit final : public Codec {
     for (size_t begin = 0; begin < n; begin += kTile) {
       const size_t count = std::min(kTile, n - begin);
       float* u = residual_out + begin;  // where it is needed again
-      load_sum(grad, dtype, residual_in, begin, count, u);
+      load_sum(grad, residual_in, begin, count, u);
       add_moments(u, count, moments);
       if (scale_ == Scale::kL1) add_magnitudes(u, count, magnitudes);
       write_signs(u, count, out + kHead + begin / 8);
@@ -87,6 +87,17 @@ class OneBit final : public Codec {
     float scale;
     std::memcpy(&scale, payload + kChecksumBytes, sizeof(scale));
     add_signed(payload + kHead, n, weight * scale, out);
+  }
+
+  size_t grain() const override { return 8; }
+
+  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t&, uint8_t* out) const override {
+    check_length(bytes, max_payload(n), n);
+    const size_t size = max_payload(end - begin);
+    std::memcpy(out, payload, kHead);
+    std::memcpy(out + kHead, payload + kHead + begin / 8, size - kHead);
+    seal(out, size);
+    return size;
   }
 
  private:

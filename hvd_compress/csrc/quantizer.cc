@@ -230,13 +230,13 @@ class Quantizer final : public Codec {
     return kChecksumBytes + (coding_ == Coding::kFixed ? fixed_bytes(n) : 2 * n + 12 * (n / bucket_ + 1) + 8);
   }
 
-  Encoded encode(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
                  uint8_t* out) const override {
     if (n > 0 && (feedback_ != (residual_in != nullptr) || feedback_ != (residual_out != nullptr)))
       throw std::invalid_argument("a quantizer has a residual under error feedback, and only then");
     const auto run = coding_ == Coding::kFixed ? &Quantizer::encode_with<FixedWriter> : &Quantizer::encode_with<EliasWriter>;
     Encoded encoded;
-    (this->*run)(grad, dtype, residual_in, residual_out, n, seed, out + kChecksumBytes, encoded);
+    (this->*run)(grad, residual_in, residual_out, n, seed, out + kChecksumBytes, encoded);
     encoded.bytes += kChecksumBytes;
     seal(out, encoded.bytes);
     return encoded;
@@ -269,9 +269,49 @@ class Quantizer final : public Codec {
     }
   }
 
+  size_t grain() const override { return bucket_; }
+
+  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t& cursor,
+             uint8_t* out) const override {
+    check_head(bytes, kChecksumBytes);
+    const uint8_t* in = payload + kChecksumBytes;
+    size_t size = kChecksumBytes;
+    if (coding_ == Coding::kElias) {
+      size += cut_elias(in, bytes - kChecksumBytes, n, begin, end, cursor, out + kChecksumBytes);
+    } else {
+      check_length(bytes, max_payload(n), n);
+      std::memcpy(out + kChecksumBytes, in + fixed_bytes(begin), fixed_bytes(end) - fixed_bytes(begin));
+      size += fixed_bytes(end) - fixed_bytes(begin);
+    }
+    seal(out, size);
+    return size;
+  }
+
  private:
+  // The bits of whole buckets; cursor is where the first one begins.
+  size_t cut_elias(const uint8_t* in, size_t bytes, size_t n, size_t begin, size_t end, size_t& cursor, uint8_t* out) const {
+    BitReader reader(in, bytes, cursor);
+    for (size_t start = begin; start < end; start += bucket_) {
+      reader.get(32);
+      const uint32_t count = reader.get_omega() - 1;
+      if (count > std::min(bucket_, n - start)) throw MalformedPayload("Elias payload has more nonzeros than elements");
+      for (uint32_t k = 0; k < count; ++k) {
+        reader.get_omega();
+        reader.get(1);
+        reader.get_omega();
+      }
+    }
+    BitWriter writer(out);
+    BitReader copied(in, bytes, cursor);
+    for (; cursor + 32 <= reader.position(); cursor += 32) writer.put(copied.get(32), 32);
+    const int rest = static_cast<int>(reader.position() - cursor);
+    if (rest > 0) writer.put(copied.get(rest), rest);
+    cursor = reader.position();
+    return writer.finish();
+  }
+
   template <typename Writer>
-  void encode_with(const void* grad, DType dtype, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+  void encode_with(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
                    uint8_t* out, Encoded& encoded) const {
     alignas(64) float tile[kTile];
     alignas(64) uint32_t code[kTile];
@@ -282,7 +322,7 @@ class Quantizer final : public Codec {
       Moments moments;
       for (size_t t = 0; t < length; t += kTile) {
         const size_t count = std::min(kTile, length - t);
-        add_moments(load_sum(grad, dtype, residual_in, start + t, count, tile), count, moments);
+        add_moments(load_sum(grad, residual_in, start + t, count, tile), count, moments);
       }
       const float norm = norm_of(moments, kind_ != Kind::kQsgdInf);
       const float sent = norm * contraction_;
@@ -291,7 +331,7 @@ class Quantizer final : public Codec {
       const Random random(seed, bucket);
       for (size_t t = 0; t < length; t += kTile) {
         const size_t count = std::min(kTile, length - t);
-        const float* v = load_sum(grad, dtype, residual_in, start + t, count, tile);
+        const float* v = load_sum(grad, residual_in, start + t, count, tile);
         if (norm > 0)
           (nonuniform ? round_exponential : round_uniform)(v, count, norm, bits_, random, static_cast<uint32_t>(t), code);
         else  // all zero, or not finite

@@ -63,7 +63,7 @@ REGISTER_OP("HvdCompressEncode")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(1, c->Vector(2));
+      c->set_output(1, c->Vector(kStandIn));
       return tensorflow::OkStatus();
     })
     .Doc(R"doc(
@@ -76,7 +76,7 @@ world: The own rank and the number of ranks.
 scale: Of the loss.
 variable: What it is the gradient of, to notice a second model. It is not touched.
 message: Its bytes.
-stand_in: What Horovod's own allreduce gets: (1, rank / n). Not a constant of the graph, since Horovod's ops are not stateful:
+stand_in: What Horovod's own allreduce gets, see stand_in.h. Not a constant of the graph, since Horovod's ops are not stateful:
   TensorFlow's optimizer would run the allreduce of a constant once, when it folds constants, and never again.
 )doc");
 
@@ -122,7 +122,7 @@ Adds up what the payloads of all ranks decode to.
 
 gathered: The messages.
 places: From Unpack; its row `row` is this member's.
-stand_in: What Horovod's allreduce made of (1, rank / n).
+stand_in: What Horovod's allreduce made of the stand-ins.
 grad: What was encoded; its memory is used for the result where nobody else needs it.
 result: The mean, or the sum, in the gradient's shape.
 )doc");
@@ -278,9 +278,8 @@ class EncodeOp final : public MemberOp {
                                          static_cast<uint64_t>(step));
     context->set_output(0, message.Slice(0, static_cast<int64_t>(length)));  // the same memory
     Tensor* stand_in;
-    OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({2}), &stand_in));
-    stand_in->flat<float>()(0) = 1.0f;
-    stand_in->flat<float>()(1) = static_cast<float>(static_cast<double>(world(0)) / world(1));
+    OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({kStandIn}), &stand_in));
+    make_stand_in(world(0), world(1), task.digest, stand_in->flat<float>().data());
     session_->encoded(group_, member_, encoded, grad.TotalBytes(), seconds_since(start), std::move(undo));
   }
 
@@ -331,7 +330,7 @@ class EncodeOp final : public MemberOp {
                                ": it was restored from a checkpoint of another model");
     }
     if (!task.has_residual && had == 0) {
-      return task.codec->encode(grad.data(), dtype, nullptr, nullptr, static_cast<size_t>(n), seed, out);
+      return task.codec->encode({grad.data(), dtype}, nullptr, nullptr, static_cast<size_t>(n), seed, out);
     }
     if (had == 0) {
       old = own_floats(context, Tensor(), n);
@@ -346,7 +345,7 @@ class EncodeOp final : public MemberOp {
     Encoded encoded;
     if (task.has_residual) {
       Tensor left = own_floats(context, std::move(before->residual), n);
-      encoded = task.codec->encode(grad.data(), dtype, old.flat<float>().data(), left.flat<float>().data(),
+      encoded = task.codec->encode({grad.data(), dtype}, old.flat<float>().data(), left.flat<float>().data(),
                                    static_cast<size_t>(n), seed, out);
       before->residual = old;
       old = left;
@@ -356,7 +355,7 @@ class EncodeOp final : public MemberOp {
       visit_elements(&gradient, [&](auto elements) {
         sum.flat<float>() = elements.template cast<float>() + old.flat<float>();
       });
-      encoded = task.codec->encode(sum.data(), DType::kFloat32, nullptr, nullptr, static_cast<size_t>(n), seed, out);
+      encoded = task.codec->encode({sum.data(), DType::kFloat32}, nullptr, nullptr, static_cast<size_t>(n), seed, out);
       before->residual = old;
       old = Tensor(tensorflow::DT_FLOAT, TensorShape({0}));
     }
@@ -459,8 +458,9 @@ class DecodeOp final : public MemberOp {
     const Tensor& grad = context->input(4);
     const int64_t n = grad.NumElements(), ranks = places.dimension(1);
     const auto stand_in = context->input(3).flat<float>();
-    OP_REQUIRES(context, stand_in.size() == 2, InvalidArgument("the stand-in has ", stand_in.size(), " elements, not 2"));
-    const auto weight = static_cast<float>(stand_in_factor(stand_in(0), stand_in(1), ranks) / static_cast<double>(ranks));
+    OP_REQUIRES(context, stand_in.size() == kStandIn,
+                InvalidArgument("the stand-in has ", stand_in.size(), " elements, not ", kStandIn));
+    const auto weight = static_cast<float>(stand_in_factor(stand_in.data(), ranks) / static_cast<double>(ranks));
 
     const auto start = std::chrono::steady_clock::now();
     Tensor* result;

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import torch
@@ -25,13 +25,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
-from hvd_compress.message import Flags, Message, MessageWriter
-from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, check_seed
+from hvd_compress.exchange import AUTO, SCATTER_GATHER
+from hvd_compress.message import Flags, Message
+from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, check_exchange, check_seed
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
-from hvd_compress.torch.exchange import Exchange, Gathered, StandIn
-from hvd_compress.torch.round import Bucket, Context, Round
-from hvd_compress.torch.slot import Slot, make_slots, sample, vector
+from hvd_compress.torch.bucket import Bucket
+from hvd_compress.torch.exchange import Exchange, Pending, StandIn
+from hvd_compress.torch.memory import Scratch, sample, vector
+from hvd_compress.torch.round import Context, Round
+from hvd_compress.torch.slot import Slot, make_slots
 
 _alive: weakref.WeakSet[CodecCompressor] = weakref.WeakSet()
 _made: dict[int, int] = {}
@@ -49,6 +52,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             allreduce carries out (none, fp16) take all.
         overrides: Specs by name pattern (``{"*.embedding.weight": "none"}``); the first match decides, whatever the size.
         bucket_bytes: So many bytes of gradient travel in one message at most; a larger parameter has its own.
+        exchange: "allgather": each rank gets the payloads of all. "scatter-gather": each gets a chunk of the payloads of all,
+            and sends their mean, encoded again. "auto": by codec and number of ranks, whichever sends less.
         process_set: The one that the optimizer has.
         seed: Of the random rounding. Ranks and steps differ by themselves.
         grad_scaler: The `torch.amp.GradScaler`, where there is one: residuals follow its scale.
@@ -70,6 +75,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         min_numel: int = 1024,
         overrides: Mapping[str, str | Codec] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        exchange: str = AUTO,
         process_set: Any = hvd.global_process_set,
         seed: int = 0,
         grad_scaler: Any = None,
@@ -82,14 +88,17 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         policy = Policy(parse(codec), min_numel, overrides or {})
         self._slots = make_slots(named_parameters)
         self._bucket_bytes = bucket_bytes
+        self._way = check_exchange(exchange)
         self._seed = check_seed(seed)
         self._grad_scaler = grad_scaler
         self.stats = Stats()
-        self._set_plan(policy)
+        self._scratch = Scratch()
 
         set_id = process_set.process_set_id or 0
-        _made[set_id] = _made.get(set_id, 0) + 1
-        self._exchange = Exchange(name or f"hvd_compress.{set_id}.{_made[set_id] - 1}", process_set)
+        number = _made.get(set_id, 0)
+        self._exchange = Exchange(name or f"hvd_compress.{set_id}.{number}", process_set)
+        self._set_plan(policy)
+        _made[set_id] = number + 1
         self._plans = 0  # announced so far
         self._warned: set[str] = set()
 
@@ -145,7 +154,9 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             if not round.repeat:
                 self._encode(context)
             if not context.late and bucket.is_full(round):
-                bucket.send(False, round, self._exchange, self._plan.digest)
+                bucket.send(False, round, lambda messages: self._check(round, messages))
+            for transfer in round.transfers.values():
+                transfer.advance()
             return round.stand_in.to(tensor.device, copy=True), context
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -191,16 +202,15 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if not round.repeat:
             slot.decide(tensor)
             slot.follow_scale(round.scale)
-            slot.round = round
+            slot.residual.round = round
         return round
 
     def _drop(self, round: Round) -> None:
         """Forgets a round whose results nobody asked for: Horovod dropped it, as its optimizer's load_state_dict() does."""
-        if not all(message.poll(PLAN_SECONDS) for message in round.messages.values()):
+        if not all(transfer.finish(PLAN_SECONDS) for transfer in round.transfers.values()):
             raise RuntimeError("a step was dropped between backward and optimizer.step() while other ranks still waited for it")
         for slot in round.slots:
-            if slot.round is round:
-                slot.undo()
+            slot.undo(round)
 
     def _begin(self, slot: Slot, tensor: torch.Tensor) -> Round:
         repeat = self._ever_backward and not self._backward_ran and not slot.stepped and slot.is_result(tensor)
@@ -209,13 +219,15 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 "optimizer.step() or synchronize() was called again without a backward pass since the last synchronize(): the "
                 "gradients are left as they are. After synchronize(), call step() inside optimizer.skip_synchronize()."
             )
-        self._agree()
         if self._round is not None:
-            for message in self._round.messages.values():
-                message.drain()  # its memory is used again
+            for transfer in self._round.transfers.values():
+                transfer.drain()  # its memory is used again
+        if self._plan.ranks != self._exchange.size:
+            self._set_plan(self._plan.policy)
+        self._agree()
         self._step += 1
         scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
-        self._round = Round(self._step, self._exchange, repeat, scale)
+        self._round = Round(self._step, self._exchange, self._plan.digest, repeat, scale)
         for bucket in self._buckets:
             bucket.clear()
         return self._round
@@ -225,16 +237,16 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if not round.flushed:
             round.flushed = True
             for bucket in self._buckets:
-                bucket.flush(round, self._exchange, self._plan.digest)
+                bucket.flush(round, lambda messages: self._check(round, messages))
 
     def _close(self, round: Round) -> None:
         for bucket in self._buckets:
             bucket.expect(round)
         self._backward_ran = False
         for slot in round.slots:
-            if round.nonfinite and slot.round is round:  # on some rank; every rank takes the whole step back
-                slot.undo()
-            round.record.of(slot.name).residual_sq = slot.residual_sq
+            if round.nonfinite:  # on some rank; every rank takes the whole step back
+                slot.undo(round)
+            round.record.of(slot.name).residual_sq = slot.residual.sq
         self.stats.finish(round.record)
 
     # --- encode and decode
@@ -280,23 +292,29 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             payload_bytes, counters.selected = encoded.bytes, encoded.selected
             if not encoded.finite:
                 writer.flags |= Flags.NONFINITE
-        writer.add(slot.segment.index, payload_bytes)
-        overhead = MessageWriter.ENTRY_BYTES + (MessageWriter.HEADER_BYTES if writer.segments == 1 else 0)
-        counters.count_gathered(round.size, flat.numel() * flat.element_size(), payload_bytes + overhead)
+        message_bytes = writer.add(slot.segment.index, payload_bytes)
+        grad_bytes = flat.numel() * flat.element_size()
+        if slot.segment.exchange == SCATTER_GATHER:
+            counters.count_scattered(round.size, grad_bytes, 0)  # the rest is counted when it is sent
+        else:
+            counters.count_gathered(round.size, grad_bytes, message_bytes)
         counters.encode_s = time.perf_counter() - start
 
     def _decode(self, context: Context, stand_in: torch.Tensor) -> None:
         slot, round = context.slot, context.round
         counters = round.record.of(slot.name)
         assert slot.segment.bucket is not None
-        received = round.messages[slot.segment.bucket, context.late]
-        if not received.messages:
-            start = time.perf_counter()
-            received.wait()
-            counters.wait_s = time.perf_counter() - start
-            self._check(round, received.messages)
-        weight = StandIn.read(stand_in, round.size) / round.size
-        if round.repeat and all(message.flags & Flags.REPEAT for message in received.messages):
+        factor, same_plan = StandIn.read(stand_in, round.size, self._plan.digest)
+        if not same_plan:
+            self._raise_mismatch("another rank has")
+        if not round.went_on:  # ranks ask for their results in different orders: waiting for a phase of each would deadlock
+            round.went_on = True
+            for each in round.transfers.values():
+                each.go_on()
+        transfer = round.transfers[slot.segment.bucket, context.late]
+        received = transfer.wait()
+        counters.wait_s, transfer.waited_s = transfer.waited_s, 0.0
+        if round.repeat and received.is_repeat:
             return
         if context.sample is not None and not torch.equal(context.sample, sample(context.flat)):  # type: ignore[arg-type]
             raise RuntimeError(
@@ -310,14 +328,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             total = context.flat.zero_()
         else:
             total = torch.zeros(slot.segment.parameter.numel)
-        out = vector(total)
-        for rank, message in enumerate(received.messages):
-            payload = message.payloads.get(slot.segment.index)
-            if payload is None:
-                if not message.flags & Flags.REPEAT:
-                    raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
-            elif payload[1] > 0:
-                slot.segment.codec.decode_add(received.bytes.slice(*payload), weight, out)
+        transfer.decode_add(slot, factor, vector(total))
         if total is not context.flat:
             context.grad.copy_(slot.unflatten(total))
         counters.decode_s = time.perf_counter() - start
@@ -368,13 +379,24 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     # --- the plan
 
     def _set_plan(self, policy: Policy) -> None:
-        self._plan = Plan([slot.described for slot in self._slots], policy, self._bucket_bytes)
+        ranks = self._exchange.size if hvd.is_initialized() else 0
+        self._plan = Plan([slot.described for slot in self._slots], policy, self._bucket_bytes, self._way, ranks)
         for slot, segment in zip(self._slots, self._plan.segments, strict=True):
             slot.segment = segment
-        self._has_residuals = any(s.segment.codec.has_residual or s.residual is not None for s in self._slots)
-        self._buckets = [Bucket(i, [self._slots[s.index] for s in bucket]) for i, bucket in enumerate(self._plan.buckets)]
-        self._announced: Gathered | None = None
+            slot.piece = (0, 0)
+        self._has_residuals = any(s.segment.codec.has_residual or s.residual.value is not None for s in self._slots)
+        self._buckets = [
+            Bucket(
+                i, [self._slots[s.index] for s in bucket], self._exchange, self._plan.digest, self._scratch, self._piece_seed
+            )
+            for i, bucket in enumerate(self._plan.buckets)
+        ]
+        self._announced: Pending | None = None
         self._agreed = False
+
+    def _piece_seed(self, step: int, index: int) -> int:
+        ranks, rank = self._exchange.size, self._exchange.rank
+        return _kernels.mix_seed(self._seed, ranks + rank, step, index)  # another one than of any rank's own gradient
 
     def set_codec(self, codec: str | Codec, overrides: Mapping[str, str | Codec] | None = None) -> None:
         """Goes on with another codec from the next step; on every rank alike.
@@ -384,6 +406,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         """
         self._between_steps("set_codec()")
         old = self._plan.policy
+        for slot in self._slots:
+            slot.fold(self._exchange.size)
         self._set_plan(Policy(parse(codec), old.min_numel, old.overrides if overrides is None else overrides))
 
     def _agree(self) -> None:
@@ -403,20 +427,25 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             compare_announcements(self._announced.wait(), self._exchange.size)
             self._agreed = True
 
+    def _raise_mismatch(self, who: str) -> NoReturn:
+        if self._announced is not None and self._announced.poll():
+            compare_announcements(self._announced.wait(), self._exchange.size)
+        raise MismatchError(
+            f"the ranks do not compress alike: {who} another plan than rank {self._exchange.rank} ({self}). Was set_codec() "
+            "called on every rank?"
+        )
+
     def _check(self, round: Round, messages: list[Message]) -> None:
         for rank, message in enumerate(messages):
             if message.digest != self._plan.digest:
-                if self._announced is not None and self._announced.poll():
-                    compare_announcements(self._announced.wait(), self._exchange.size)
-                raise MismatchError(
-                    f"the ranks do not compress alike: rank {rank} has another plan than rank {self._exchange.rank} ({self}). "
-                    "Was set_codec() called on every rank?"
-                )
+                self._raise_mismatch(f"rank {rank} has")
             if message.step != round.step:
                 raise MismatchError(
                     f"rank {rank} is at step {message.step}, rank {self._exchange.rank} at step {round.step}: was "
                     "load_state_dict() called on every rank, with a state of the same step?"
                 )
+            if message.flags & Flags.DAMAGED:
+                raise PayloadError(f"what rank {rank} received was damaged")
             if message.flags & Flags.NONFINITE:
                 round.nonfinite = True
 
@@ -425,11 +454,13 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, of this rank: save it once per rank.
 
-        Plain data and tensors: the residuals by parameter name, in the parameter's shape (float32), the number of steps,
-        and what they belong to: world size, rank, specs.
+        Plain data and tensors: the residuals by parameter name, in the parameter's shape (float32), those of the pieces that
+        this rank encodes again (first element, and flat), the number of steps, and what they belong to: world size, rank,
+        specs.
         """
         self._between_steps("state_dict()")
-        residuals = {slot: slot.settled_residual() for slot in self._slots}
+        residuals = {slot: slot.settled(slot.residual) for slot in self._slots}
+        pieces = {slot: slot.settled(slot.piece_residual) for slot in self._slots}
         return {
             **self._identity(),
             "seed": self._seed,
@@ -437,6 +468,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             "stepped": any(slot.ever_stepped for slot in self._slots),
             "scales": {slot.name: slot.scale for slot in self._slots},
             "residuals": {slot.name: slot.unflatten(r).clone() for slot, r in residuals.items() if r is not None},
+            "piece_residuals": {slot.name: (slot.piece[0], r.clone()) for slot, r in pieces.items() if r is not None},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -450,15 +482,23 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             ValueError: Something differs, and `strict` is true; the text names it. Or it is no such state.
         """
         self._between_steps("load_state_dict()")
-        state.check(state_dict, step=int, stepped=bool, scales=dict, residuals=dict)
+        state.check(state_dict, step=int, stepped=bool, scales=dict, residuals=dict, piece_residuals=dict)
         found = state.difference(self._identity(), state_dict)
         if found is not None:
             if strict:
                 raise ValueError(f"the state is of another run: {found}. strict=False restarts the residuals at zero")
             warnings.warn(f"the state is of another run: {found}. The residuals restart at zero.", stacklevel=2)
+        residuals, pieces = (state_dict[kind] if found is None else {} for kind in ("residuals", "piece_residuals"))
         for slot in self._slots:
-            residual = state_dict["residuals"].get(slot.name) if found is None else None
-            slot.set_residual(residual, state_dict["scales"].get(slot.name, 1.0))
+            begin, piece = pieces.get(slot.name, (slot.piece[0], None))
+            if piece is not None and (begin, begin + piece.numel()) != slot.piece:
+                raise ValueError(
+                    f"the state's piece_residual of {slot.name!r} is of elements {begin} to {begin + piece.numel()}, here this "
+                    f"rank encodes elements {slot.piece[0]} to {slot.piece[1]} again"
+                )
+        for slot in self._slots:
+            _, piece = pieces.get(slot.name, (0, None))
+            slot.set_residuals(residuals.get(slot.name), piece, state_dict["scales"].get(slot.name, 1.0))
             slot.ever_stepped |= state_dict["stepped"]
         self._seed = state_dict["seed"]
         self._step = state_dict["step"]

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from hvd_compress.codecs import Encoded
+from hvd_compress.codecs.base import Momentum
 from hvd_compress.plan import Parameter, Segment
-from hvd_compress.vector import DTYPES, Vector
-
-_NAMES = {getattr(torch, name): name for name in DTYPES}
-
-
-def vector(tensor: torch.Tensor) -> Vector:
-    """The memory of a contiguous CPU tensor."""
-    return Vector(tensor.data_ptr(), _NAMES[tensor.dtype], tensor.numel(), tensor)
-
-
-def sample(flat: torch.Tensor) -> torch.Tensor:
-    """A few elements, spread over a flat vector: its version would not tell of a change, GradScaler does not count it up."""
-    return flat[:: max(1, flat.numel() // 16)]
+from hvd_compress.torch.memory import vector
+from hvd_compress.torch.residual import Residual
+from hvd_compress.vector import Vector
 
 
 class Slot:
@@ -32,12 +23,12 @@ class Slot:
 
     Attributes:
         segment: What the plan says of it.
-        residual: float32, flat, in the parameter's order; None where there is none (yet).
-        residual_sq: Its squared L2 norm.
-        scale: The loss scale that it is in.
+        residual: What encoding its gradients has lost, in the parameter's order.
+        piece: Of which of its elements this rank is the owner, in a scatter-gather.
+        piece_residual: What encoding the mean of that piece has lost.
+        scale: The loss scale that both are in.
         stepped: Whether an optimizer has stepped on the parameter since the last result was handed out.
         ever_stepped: Whether one ever has.
-        round: The last round that encoded its gradient.
     """
 
     segment: Segment
@@ -54,12 +45,10 @@ class Slot:
             str(parameter.dtype).removeprefix("torch."),
             "row-major" if self._strides == row_major else f"strides {self._strides}",
         )
-        self.residual: torch.Tensor | None = None
-        self.residual_sq = 0.0
+        self.residual = Residual()
+        self.piece = (0, 0)
+        self.piece_residual = Residual()
         self.scale = 1.0
-        self._before: tuple[torch.Tensor | None, float] = (None, 0.0)  # residual and norm before the last encode
-        self._spare: torch.Tensor | None = None  # memory for the next residual
-        self.round: object = None
         self.stepped = False
         self.ever_stepped = False
         self._undecided = False  # whether the last residual may still have to be undone
@@ -89,54 +78,64 @@ class Slot:
 
     # --- encode
 
-    def encode(self, flat: torch.Tensor, seed: int, out: Vector) -> Encoded:
+    def encode(self, flat: torch.Tensor, seed: int, out: Vector, momentum: Momentum | None = None) -> Encoded:
         """Encodes a flat gradient together with the residual; see `Codec.encode`."""
         codec = self.segment.codec
         if not codec.has_residual:
-            return codec.encode(vector(self.with_leftover(flat)), None, None, seed, out)
-        old = self.residual if self.residual is not None else torch.zeros(flat.numel())
-        new = self._spare if self._spare is not None else torch.empty(flat.numel())
-        encoded = codec.encode(vector(flat), vector(old), vector(new), seed, out)
-        self._before = (old, self.residual_sq)
-        self.residual, self.residual_sq, self._spare = new, encoded.residual_norm**2, old
-        return encoded
+            return codec.encode(vector(self.with_leftover(flat)), None, None, seed, out, momentum)
+        return self.residual.encode(flat.numel(), lambda old, new: codec.encode(vector(flat), old, new, seed, out, momentum))
+
+    def encode_again(self, payloads: Sequence[Vector], weight: float, seed: int, scratch: Vector, out: Vector) -> Encoded:
+        """Encodes the mean of the own piece together with its residual; see `Codec.encode_again`."""
+        codec = self.segment.codec
+        if not codec.has_residual:
+            return codec.encode_again(payloads, weight, None, None, seed, scratch, out)
+        return self.piece_residual.encode(
+            scratch.length, lambda old, new: codec.encode_again(payloads, weight, old, new, seed, scratch, out)
+        )
 
     def with_leftover(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient plus the residual that a codec before left, which is then sent."""
-        self.keep()
-        if self.residual is None:
+        residual = self.residual.take()
+        if residual is None:
             return grad
-        left = self.residual if grad.dim() == 1 else self.unflatten(self.residual)
-        self.residual, self.residual_sq, self._spare = None, 0.0, None
+        left = residual if grad.dim() == 1 else self.unflatten(residual)
         return grad.to(torch.float32) + left.to(grad.device)
 
     def keep(self) -> None:
         """Stands for an `encode` that sends nothing and leaves the residual as it is."""
-        self._before = (self.residual, self.residual_sq)
+        self.residual.keep()
 
-    def undo(self) -> None:
-        """Takes the last `encode` back."""
-        before, self.residual_sq = self._before
-        if before is not self.residual:
-            self.residual, self._spare = before, self.residual
+    def undo(self, round: object = None) -> None:
+        """Takes the last encodings back; where `round` is given, those of that round."""
+        for residual in (self.residual, self.piece_residual):
+            if round is None or residual.round is round:
+                residual.undo()
         self._undecided = False
+
+    def fold(self, ranks: int) -> None:
+        """Adds the residual of the own piece to that of the gradient, which is divided by the number of ranks."""
+        if self.piece_residual.exists:
+            self.residual.add(self.piece_residual, ranks, self.parameter.numel(), self.piece)
+        self.piece_residual.set(None)
 
     def follow_scale(self, scale: float) -> None:
-        """The residual is in units of the loss scale: where that has changed, it changes alike (by a power of 2: exactly)."""
-        if scale != self.scale and self.residual is not None:
-            self.residual.mul_(scale / self.scale)
-            self.residual_sq *= (scale / self.scale) ** 2
+        """Residuals are in units of the loss scale: where that has changed, they change alike (by a power of 2: exactly)."""
+        if scale != self.scale:
+            self.residual.scale(scale / self.scale)
+            self.piece_residual.scale(scale / self.scale)
         self.scale = scale
 
-    def set_residual(self, residual: torch.Tensor | None, scale: float) -> None:
-        """Replaces the residual by one in the parameter's shape, or by none."""
-        self.residual, self.residual_sq, self._spare = None, 0.0, None
+    def set_residuals(self, residual: torch.Tensor | None, piece_residual: torch.Tensor | None, scale: float) -> None:
+        """Replaces them by one in the parameter's shape, and by a flat one, or by none."""
+        flat = None
+        if residual is not None:
+            flat = torch.empty(residual.numel())
+            self.unflatten(flat).copy_(residual)
+        self.residual.set(flat)
+        self.piece_residual.set(None if piece_residual is None else piece_residual.clone())
         self.scale = scale
         self._undecided = False
-        if residual is not None:
-            self.residual = torch.empty(residual.numel())
-            self.unflatten(self.residual).copy_(residual)
-            self.residual_sq = float(torch.linalg.vector_norm(self.residual, dtype=torch.float64)) ** 2
 
     # --- whether the last result was used
 
@@ -162,9 +161,9 @@ class Slot:
             self.undo()
         self._undecided = False
 
-    def settled_residual(self) -> torch.Tensor | None:
-        """The residual that belongs to the parameter as it is now: before a step that is not made yet, the one before."""
-        return self._before[0] if self._undecided and self._unused() else self.residual
+    def settled(self, residual: Residual) -> torch.Tensor | None:
+        """What belongs to the parameter as it is now: before a step that is not made yet, the one before."""
+        return residual.before if self._undecided and self._unused() else residual.value
 
     def _unused(self) -> bool:
         return self.ever_stepped and not self.stepped and self.parameter._version == self._version

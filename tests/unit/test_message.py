@@ -175,7 +175,7 @@ def damaged(where, dtype, value):
     [
         (np.zeros(0, np.uint8), "0 bytes end in the header of rank 0"),
         (damaged(0, "<u4", 0), "rank 0's message has a header that is none"),
-        (damaged(4, "<u4", 4), "a header that is none"),
+        (damaged(4, "<u4", 8), "a header that is none"),
         (damaged(24, "<u8", HEADER - 1), "a header that is none"),
         (damaged(24, "<u8", 2**64 - 1), "a header that is none"),
         (damaged(36, "<u8", 2**64 - 1), "segment 1 cut short"),

@@ -107,10 +107,29 @@ def test_passed_without_being_called():
 
 @pytest.mark.parametrize("size", [2, 3, 64, 4096])
 def test_stand_in_tells_what_the_op_is(size):
-    stand_ins = torch.stack([StandIn.make(rank, size) for rank in range(size)])
+    stand_ins = torch.stack([StandIn.make(rank, size, 12345) for rank in range(size)])
     rounded = 1 + 2e-6  # as a ring's float32 sum may be off
-    assert StandIn.read(stand_ins.double().mean(0).float() * rounded, size) == 1
-    assert StandIn.read(stand_ins.double().sum(0).float() * rounded, size) == size
+    assert StandIn.read(stand_ins.double().mean(0).float() * rounded, size, 12345) == (1, True)
+    assert StandIn.read(stand_ins.double().sum(0).float() * rounded, size, 12345) == (size, True)
     for other in (stand_ins.amin(0), stand_ins.amax(0), stand_ins.prod(0)):
         with pytest.raises(ValueError, match="no other op"):
-            StandIn.read(other, size)
+            StandIn.read(other, size, 12345)
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_stand_in_tells_that_ranks_have_joined(size):
+    stand_ins = torch.stack([StandIn.make(rank, size, 12345) for rank in range(size)])
+    for joined in range(1, size):
+        stand_ins[joined] = 0
+        for reduced in (stand_ins.mean(0), stand_ins.sum(0)):
+            with pytest.raises((RuntimeError, ValueError), match=r"hvd.join\(\)"):
+                StandIn.read(reduced, size, 12345)
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+@pytest.mark.parametrize("digest", [12344, 12345 + 256])
+def test_stand_in_tells_that_a_rank_has_another_plan(size, digest):
+    stand_ins = torch.stack([StandIn.make(rank, size, digest if rank == 1 else 12345) for rank in range(size)])
+    for own in (12345, digest):
+        assert StandIn.read(stand_ins.mean(0), size, own) == (1, False)
+        assert StandIn.read(stand_ins.sum(0), size, own) == (size, False)

@@ -26,7 +26,7 @@ def test_ours():
         (identity(world_size=3), "its world size is 3, here it is 2"),
         (identity(rank=1), "its rank is 1, here it is 0"),
         (identity("bf16"), "its spec is 'bf16', here it is 'adacomp:c=2'"),
-        (identity(shape=(50, 40)), "parameter 'w' is [[50, 40], 'adacomp:bin=500,c=2'] in it"),
+        (identity(shape=(50, 40)), "parameter 'w' is [[50, 40], 'adacomp:bin=500,c=2', 'allgather'] in it"),
     ],
 )
 def test_of_another_job(saved, text):
@@ -47,12 +47,12 @@ def test_what_state_dict_gives_is_taken():
     [
         (None, "the state is a NoneType"),
         ({}, "the state has format None"),
-        (whole(format=2), "the state has format 2"),
+        (whole(format=1), "the state has format 1"),
         (whole(step="x"), "the state's 'step' is 'x'"),
         (whole(residuals=None), "the state's 'residuals' is None"),
         (whole(residuals={"w": np.zeros(3)}), r"residual of 'w' has shape \[3\], its parameter \[40, 40\]"),
         (whole(residuals={"v": np.zeros(3)}), r"residual of 'v' has shape \[3\], its parameter None"),
-        ({"format": 1}, "the state's 'world_size' is None"),
+        ({"format": state.FORMAT}, "the state's 'world_size' is None"),
     ],
 )
 def test_what_is_no_state(saved, text):

@@ -27,7 +27,7 @@ SPECS = [
     ),
 ]
 SEED, RANK, DIGEST = 7, 2, 2**64 - 5
-AVERAGE, SUM = [1.0, 0.25], [2.0, 0.5]
+AVERAGE, SUM = [1.0, 0.25, 0, 0], [2.0, 0.5, 0, 0]
 """Of two ranks."""
 
 
@@ -178,7 +178,7 @@ def test_a_sum():
 def test_the_stand_in():
     for rank in range(3):
         _, stand_in = Bench("none").encode_op(tf.ones([4]), world=(rank, 3))
-        np.testing.assert_array_equal(stand_in, np.array([1, rank / 3], np.float32))
+        np.testing.assert_array_equal(stand_in, np.float32([1, rank / 3, (DIGEST & 255) / 256, (DIGEST >> 8 & 255) / 256]))
 
 
 def test_several_members_travel_in_one_message():
@@ -202,7 +202,7 @@ def test_shapes_and_no_gradient():
         assert message.shape.as_list() == [None]
         places = bench.unpack(message)
         assert places.shape.as_list() == [None, None, 2]
-        result = bench.decode(message, places, grad, stand_in=[1.0, 0.0])
+        result = bench.decode(message, places, grad, stand_in=[1.0, 0.0, 0, 0])
         assert result.shape == [3, 4]
         return result
 
@@ -220,7 +220,7 @@ def test_a_damaged_payload_is_refused():
     array = bench.encode(grad).numpy()
     array[60] ^= 1
     with pytest.raises(tf.errors.InvalidArgumentError, match="checksum"):
-        bench.decode(array, bench.unpack(array), grad, stand_in=[1.0, 0.0])
+        bench.decode(array, bench.unpack(array), grad, stand_in=[1.0, 0.0, 0, 0])
 
 
 def message(members, digest=DIGEST, step=1, flags=0):
@@ -254,7 +254,7 @@ def test_another_op_is_refused(stand_in):
     message = bench.encode(grad)
     gathered = tf.concat([message, message], 0)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"op=hvd\.Average and op=hvd\.Sum"):
-        bench.decode(gathered, bench.unpack(gathered), grad, stand_in=stand_in)
+        bench.decode(gathered, bench.unpack(gathered), grad, stand_in=[*stand_in, 0, 0])
 
 
 def test_a_residual_of_another_size_is_refused():

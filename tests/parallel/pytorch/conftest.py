@@ -1,5 +1,6 @@
-"""PyTorch's side of ../conftest.py."""
+"""PyTorch's side of ../conftest.py. Every test runs twice: with each exchange, whichever "auto" would choose."""
 
+import helpers
 import horovod.torch as hvd
 import pytest
 import torch
@@ -14,6 +15,12 @@ def _horovod():
 @pytest.fixture(autouse=True)
 def _same_start(_horovod):
     torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True, params=["allgather", "scatter-gather"])
+def exchange(request, monkeypatch):
+    monkeypatch.setattr(helpers, "EXCHANGE", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -41,9 +41,17 @@ def loss_of(model, step, dtype=torch.float32):
     return torch.nn.functional.cross_entropy(model(x).float(), y)
 
 
+EXCHANGE = "auto"
+"""That `compressed` and `distributed` take by default; every test is run with several, see conftest.py."""
+
+
+def compressed(model, spec, prefix="", **options):
+    return Compression.from_spec(spec, model.named_parameters(prefix), **{"exchange": EXCHANGE, **options})
+
+
 def distributed(model, spec, lr=0.05, optimizer_options=None, prefix="", **options):
     """An SGD optimizer on Horovod, and its compression."""
-    compression = Compression.from_spec(spec, model.named_parameters(prefix), **options)
+    compression = compressed(model, spec, prefix, **options)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=lr),
         named_parameters=model.named_parameters(prefix),

@@ -109,10 +109,12 @@ def test_other_ops(op):
         first_step(model, optimizer, w=random(40, 40))
 
 
-@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4"])
-def test_join(spec):
+@pytest.mark.parametrize(
+    ("spec", "exchange"), [("adacomp", "allgather"), ("qsgd:bits=4", "allgather"), ("onebit", "scatter-gather")]
+)
+def test_join(spec, exchange):
     model = Vectors(w=(40, 40))
-    optimizer, _ = distributed(model, spec)
+    optimizer, _ = distributed(model, spec, exchange=exchange)
     for step in range(3):
         first_step(model, optimizer, w=random(40, 40, step=step))
     if hvd.rank() != 0:
@@ -126,17 +128,26 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(hvd_compress.torch.compressor, "PLAN_SECONDS", 0.2)
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "scatter-gather", "auto"])
 @pytest.mark.usefixtures("_impatient")
-def test_codec_that_only_one_rank_has_changed():
-    model = Vectors(w=(40, 40))
-    optimizer, compression = distributed(model, "adacomp")
-    first_step(model, optimizer, w=random(40, 40))
+def test_codec_that_only_one_rank_has_changed(exchange):
+    """Under "auto", and with three ranks, it also changes the exchange: ranks must not wait for each other's messages then."""
+    model = Vectors(b=(30,), w=(40, 40))
+    optimizer, compression = distributed(model, "adacomp", exchange=exchange)
+    first_step(model, optimizer, w=random(40, 40), b=random(30))
     if hvd.rank() == 0:
         compression.set_codec("qsgd:bits=4")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(MismatchError, match=r"has another plan than rank .*Was set_codec\(\) called on every rank"):
-            first_step(model, optimizer, w=random(40, 40))
+            first_step(model, optimizer, w=random(40, 40), b=random(30))
+
+
+def test_exchanges():
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, "onebit", exchange=mine("allgather", "scatter-gather"))
+    with pytest.raises(MismatchError, match="exchange: rank 0 has 'allgather', rank 1 has 'scatter-gather'"):
+        first_step(model, optimizer, w=random(40, 40))
 
 
 @pytest.mark.usefixtures("_impatient")

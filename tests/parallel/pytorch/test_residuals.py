@@ -5,10 +5,8 @@ import contextlib
 import horovod.torch as hvd
 import pytest
 import torch
-from helpers import Vectors, assert_equal_on_all_ranks, distributed, random
+from helpers import Vectors, assert_equal_on_all_ranks, compressed, distributed, random
 from parallel.common import WITH_RESIDUAL
-
-from hvd_compress.torch import Compression
 
 pytestmark = pytest.mark.parametrize("spec", WITH_RESIDUAL)
 
@@ -33,9 +31,13 @@ class Books:
                 self.results[name] += p.grad
 
     def balance(self, compression):
-        residuals = compression.state_dict()["residuals"]
+        state = compression.state_dict()
         for name, total in self.gradients.items():
-            left = hvd.allreduce(total - residuals[name], name=f"balance.{name}")
+            left = total - state["residuals"][name]
+            if name in state["piece_residuals"]:  # of the mean
+                begin, piece = state["piece_residuals"][name]
+                left.view(-1)[begin : begin + piece.numel()] -= hvd.size() * piece
+            left = hvd.allreduce(left, name=f"balance.{name}")
             torch.testing.assert_close(self.results[name], left, rtol=0, atol=5e-5)
 
 
@@ -56,7 +58,7 @@ def test_ordinary_steps(spec):
 
 def test_a_loop_of_hvd_allreduce(spec):
     model = Vectors(a=(40, 40), b=(50, 30))
-    books, compression = Books(model), Compression.from_spec(spec, model.named_parameters())
+    books, compression = Books(model), compressed(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(6):
         optimizer.zero_grad()
@@ -70,7 +72,7 @@ def test_a_loop_of_hvd_allreduce(spec):
 
 def test_one_compression_for_two_optimizers_and_a_common_backward(spec):
     model = Vectors(a=(40, 40), b=(50, 30))
-    books, compression = Books(model), Compression.from_spec(spec, model.named_parameters())
+    books, compression = Books(model), compressed(model, spec)
     optimizers = {
         name: hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [(name, p)], compression)
         for name, p in model.named_parameters()
@@ -200,8 +202,8 @@ def test_leftover_of_the_codec_before(spec):
         books.backward(step)
         optimizer.step()
         books.take()
-    residuals = compression.state_dict()["residuals"]
     compression.set_codec("none")
+    residuals = compression.state_dict()["residuals"]
 
     optimizer.zero_grad()
     model.backward(a=random(40, 40), b=random(50, 30) * (float("inf") if hvd.rank() == 0 else 1))

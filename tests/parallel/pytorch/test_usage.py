@@ -88,7 +88,13 @@ def test_parameters_without_gradient_and_frozen_ones():
     assert all(torch.equal(frozen[k], v) for k, v in model[2].state_dict().items())
 
 
-def test_backward_passes_per_step_sends_the_sum_once():
+def assert_mean_of_bfloat16(result, grads, exchange):
+    """A mean of the rounded gradients; in scatter-gather it is rounded itself, to 8 bits of significand."""
+    mean = sum(g.bfloat16().float() for g in grads) / len(grads)
+    torch.testing.assert_close(result, mean, **({} if exchange == "allgather" else {"rtol": 2**-8, "atol": 1e-7}))
+
+
+def test_backward_passes_per_step_sends_the_sum_once(exchange):
     model = Vectors(w=(40, 40))
     optimizer, compression = distributed(model, "bf16", optimizer_options={"backward_passes_per_step": 3})
     for step in range(2):
@@ -97,8 +103,7 @@ def test_backward_passes_per_step_sends_the_sum_once():
             model.backward(w=random(40, 40, step=10 * step + k))
         optimizer.synchronize()
         mine = sum(random(40, 40, step=10 * step + k) for k in range(3))
-        expected = sum(g.bfloat16().float() for g in gather(mine)) / hvd.size()
-        torch.testing.assert_close(model.w.grad, expected)
+        assert_mean_of_bfloat16(model.w.grad, gather(mine), exchange)
         with optimizer.skip_synchronize():
             optimizer.step()
     assert compression.stats.steps == 2
@@ -219,14 +224,14 @@ def test_gan_two_optimizers_with_two_compressions():
     assert comp_d.stats.steps == 8
 
 
-def test_hvd_allreduce_takes_it_too(ranks):
+def test_hvd_allreduce_takes_it_too(exchange):
     model = Vectors(w=(40, 40), v=(50, 50))
-    compression = Compression.bf16(model.named_parameters())
+    compression = Compression.bf16(model.named_parameters(), exchange=exchange)
     for step in range(3):
         model.w.grad, model.v.grad = random(40, 40, step=step), random(50, 50, step=step)
         for name, p in model.named_parameters():
-            expected = sum(g.bfloat16().float() for g in gather(p.grad)) / ranks
-            torch.testing.assert_close(hvd.allreduce(p.grad, name=f"grad.{name}", compression=compression), expected)
+            grads = gather(p.grad)
+            assert_mean_of_bfloat16(hvd.allreduce(p.grad, name=f"grad.{name}", compression=compression), grads, exchange)
 
 
 def test_process_set(ranks):
@@ -266,7 +271,7 @@ def test_optimizer_state_dict_and_load_state_dict():
 
 
 def test_step_that_load_state_dict_drops_leaves_no_trace():
-    expected, _ = run(steps=4)
+    expected, _ = run(steps=4, bucket_bytes=20_000)
     model = convnet()
     optimizer, _ = distributed(model, "adacomp", bucket_bytes=20_000)
     train(model, optimizer, 2)
@@ -278,7 +283,7 @@ def test_step_that_load_state_dict_drops_leaves_no_trace():
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
 
 
-def test_changing_the_codec_keeps_or_sends_the_residual(ranks):
+def test_changing_the_codec_keeps_or_sends_the_residual(exchange):
     model = Vectors(w=(40, 40))
     optimizer, compression = distributed(model, "adacomp")
     total, received = torch.zeros(40, 40), torch.zeros(40, 40)
@@ -300,7 +305,8 @@ def test_changing_the_codec_keeps_or_sends_the_residual(ranks):
     step(4)
     assert compression.state_dict()["residuals"] == {}
     mean = hvd.allreduce(total, name="total")
-    torch.testing.assert_close(received, mean, rtol=0, atol=0.02)  # bfloat16 of the residual
+    roundings = 1 if exchange == "allgather" else 2  # to bfloat16, of the residual, and of their mean
+    torch.testing.assert_close(received, mean, rtol=0, atol=0.02 * roundings)
     compression.set_codec("none")
     step(5)
 
@@ -330,8 +336,7 @@ def test_communication_starts_before_backward_ends():
     arrived = []
 
     def hold_back(_):
-        message = compression._round.messages[0, False]
-        arrived.append(message.poll(30))
+        arrived.append(compression._round.transfers[0, False].finish(30))
 
     for step in range(2):
         optimizer.zero_grad()
@@ -343,7 +348,7 @@ def test_communication_starts_before_backward_ends():
     assert arrived == [True]
 
 
-def test_stats_count_what_is_sent(ranks):
+def test_stats_count_what_is_sent(ranks, exchange):
     model = Vectors(w=(100, 100), b=(50,))
     optimizer, compression = distributed(model, "qsgd:bits=4")
     for step in range(3):
@@ -353,9 +358,16 @@ def test_stats_count_what_is_sent(ranks):
     ring = 2 * (ranks - 1) / ranks
     step, total = compression.stats.step, compression.stats.total
     assert step.bytes_dense == pytest.approx(ring * 4 * 10_050)
-    payload = 4 + 20 * 4 + 10_000 // 2
-    assert step.of("w").bytes_sent == pytest.approx((ranks - 1) * (32 + 12 + payload) + ring * 8)
+    head, scales_and_codes = 32 + 12 + 4, 20 * 4 + 10_000 // 2
+    sent_by_all = sum(gather(step.of("w").bytes_sent - ring * 16))
+    if exchange == "allgather":
+        assert sent_by_all == pytest.approx(ranks * (ranks - 1) * (head + scales_and_codes))
+    else:  # each chunk has a head; all chunks but the own one are sent, then the own one to all others
+        assert sent_by_all == pytest.approx(2 * (ranks - 1) * (ranks * head + scales_and_codes))
+    assert step.of("w").exchanges == {exchange}
     assert step.of("b").bytes_sent == pytest.approx(ring * 200)
+    assert step.of("b").exchanges == {"allreduce"}
+    assert step.exchanges == {exchange, "allreduce"}
     assert total.bytes_sent == pytest.approx(3 * step.bytes_sent)
     assert total.of("w").encode_s > 0
     assert total.encode_s == pytest.approx(total.of("w").encode_s)

@@ -1,0 +1,107 @@
+"""Segments that travel in one message, and when it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hvd_compress import _kernels
+from hvd_compress.exchange import SCATTER_GATHER
+from hvd_compress.message import Flags, MessageWriter
+from hvd_compress.torch.exchange import Exchange
+from hvd_compress.torch.memory import Scratch
+from hvd_compress.torch.round import Round
+from hvd_compress.torch.slot import Slot
+from hvd_compress.torch.transfer import Check, ChunkBuffers, Chunked, Gather, ScatterGather, Transfer
+
+
+class Bucket:
+    """It is sent when every segment has come that came in the round before: a parameter that is frozen, or belongs to another
+    optimizer, never comes. One that comes unexpectedly is late: late ones go into a second message, when all gradients are
+    there. Both are the same on all ranks, since Horovod needs that too. In the first round all are late.
+
+    Args:
+        index: Its number in the plan.
+        slots: Of its segments, in the plan's order.
+        exchange: Of the compression.
+        digest: Of the plan.
+        scratch: For all buckets.
+        seed: Of encoding again the piece of a segment, by step and index.
+    """  # noqa: D205
+
+    def __init__(
+        self,
+        index: int,
+        slots: list[Slot],
+        exchange: Exchange,
+        digest: int,
+        scratch: Scratch,
+        seed: Callable[[int, int], int],
+    ) -> None:
+        self._index = index
+        self._exchange = exchange
+        self._digest = digest
+        self._segments = len(slots)
+        self._capacity = sum(slot.segment.codec.max_payload(slot.segment.parameter.numel) for slot in slots)
+        self._writers: dict[bool, MessageWriter] = {}
+        self._buffers: dict[bool, ChunkBuffers] = {}
+        self._expected: set[Slot] = set()
+        self._chunked: Chunked | None = None
+        if slots[0].segment.exchange == SCATTER_GATHER and exchange.size > 0:
+            parts = [(s.segment.index, s.segment.codec.kernel, s.segment.parameter.numel) for s in slots]
+            by_index = {slot.segment.index: slot for slot in slots}
+            self._chunked = Chunked(_kernels.Chunks(parts, exchange.size), by_index, digest, scratch, seed)
+            for segment, begin, end in self._chunked.chunks.pieces(exchange.rank):
+                by_index[segment].piece = (begin, end)
+
+    def writer(self, late: bool) -> MessageWriter:
+        """Where the payloads go."""
+        if late not in self._writers:
+            self._writers[late] = MessageWriter(self._capacity, self._segments)
+        return self._writers[late]
+
+    def clear(self) -> None:
+        """Begins a round."""
+        self._writers.pop(True, None)  # late segments are rare: after the first round their memory would lie idle
+        self._buffers.pop(True, None)
+        if False in self._writers:
+            self._writers[False].clear()
+
+    def arrive(self, slot: Slot, round: Round) -> bool:
+        """Notes that a segment has come; returns whether it is late."""
+        round.came[self._index].add(slot)
+        return slot not in self._expected
+
+    def is_full(self, round: Round) -> bool:
+        """Whether every segment that was expected has come."""
+        return self._expected <= round.came[self._index]
+
+    def send(self, late: bool, round: Round, check: Check) -> None:
+        """Enqueues the message."""
+        writer = self.writer(late)
+        if round.repeat:
+            writer.flags |= Flags.REPEAT
+        length = writer.finish(self._digest, round.step)
+        # Only a second message has another name: a rank whose plan alone has changed must still meet the others.
+        name = f"bucket.{self._index}" + (".late" if (self._index, False) in round.transfers else "")
+        round.transfers[self._index, late] = self._transfer(name, writer.buffer[:length], late, round, check)
+
+    def _transfer(self, name: str, message: np.ndarray, late: bool, round: Round, check: Check) -> Transfer:
+        if self._chunked is None:
+            return Gather(self._exchange, name, message, check)
+        if late not in self._buffers:
+            self._buffers[late] = ChunkBuffers(self._chunked.chunks, round.rank)
+        return ScatterGather(self._exchange, name, message, check, self._chunked, self._buffers[late], round)
+
+    def flush(self, round: Round, check: Check) -> None:
+        """Enqueues what has come and was not sent."""
+        came = round.came[self._index]
+        for late in (False, True):
+            if (self._index, late) not in round.transfers and any((slot not in self._expected) == late for slot in came):
+                self.send(late, round, check)
+
+    def expect(self, round: Round) -> None:
+        """Ends a round: what came in it is expected in the next."""
+        if round.came[self._index]:
+            self._expected = round.came[self._index]
