@@ -64,7 +64,8 @@ if flags is not None:
     extensions.append(
         Extension(
             f"hvd_compress.tensorflow._ops_{flags[0]}",  # two environments may share an editable install
-            ["hvd_compress/csrc/message.cc", "hvd_compress/csrc/tf_ops.cc"],  # the kernels it is handed at run time
+            # The codecs it is handed at run time.
+            ["hvd_compress/csrc/message.cc", "hvd_compress/csrc/scatter.cc", *sorted(glob("hvd_compress/csrc/tf_*.cc"))],
             depends=HEADERS,
             extra_compile_args=["-std=c++17", "-fvisibility=hidden", *FLAGS, *flags[1]],
             extra_link_args=flags[2],

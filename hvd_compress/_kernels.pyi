@@ -106,7 +106,11 @@ class Counters:
     rounds: int
     grad_bytes: int
     gathered_bytes: int
+    scattered_bytes: int
     reduced_bytes: int
+    gathered: bool
+    scattered: bool
+    reduced: bool
     selected: int
     encode_s: float
     wait_s: float
@@ -117,6 +121,7 @@ class Session:
     seed: int
     def add_segment(self, codec: Codec, has_residual: bool, /) -> int: ...
     def add_group(self, segments: list[int], digest: int, /) -> int: ...
+    def add_scattered_bucket(self, group: int, bucket: int, members: list[tuple[int, int]], /) -> None: ...
     def set_codec(self, segment: int, codec: Codec, has_residual: bool, /) -> None: ...
     def set_digest(self, group: int, digest: int, /) -> None: ...
     def fail(self, text: str, /) -> None: ...

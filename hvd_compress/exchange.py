@@ -10,6 +10,8 @@ ALLGATHER = "allgather"
 """Every rank gets the payloads of all: (n-1) payloads from each of n ranks."""
 SCATTER_GATHER = "scatter-gather"
 """Every rank gets its chunk of the payloads of all, and sends the mean of it, encoded again, to all: 2 (n-1)/n payloads."""
+ALLREDUCE = "allreduce"
+"""Horovod's own, of the gradient."""
 AUTO = "auto"
 
 

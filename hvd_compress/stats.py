@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hvd_compress.exchange import ALLGATHER, SCATTER_GATHER
+from hvd_compress.exchange import ALLGATHER, ALLREDUCE, SCATTER_GATHER
 
 if TYPE_CHECKING:
     from hvd_compress import _kernels
@@ -49,17 +49,17 @@ class Counters:
         """L2 norm of the residual that the last step left, in the gradient's units."""
         return math.sqrt(self.residual_sq)
 
-    def count_gathered(self, ranks: int, grad_bytes: float, message_bytes: float, steps: int = 1) -> None:
-        """Sets the bytes of a gradient whose part of a message was gathered, with a stand-in in each step."""
-        self._count(ALLGATHER, ranks, grad_bytes, (ranks - 1) * message_bytes + _ring(ranks) * STAND_IN_BYTES * steps)
+    def count_gathered(self, ranks: int, grad_bytes: float, message_bytes: float) -> None:
+        """Sets the bytes of a gradient whose part of a message was gathered, and of its stand-in."""
+        self._count(ALLGATHER, ranks, grad_bytes, (ranks - 1) * message_bytes + _ring(ranks) * STAND_IN_BYTES)
 
-    def count_scattered(self, ranks: int, grad_bytes: float, sent_bytes: float, steps: int = 1) -> None:
-        """Sets the bytes of a gradient of which so many were sent to others, with a stand-in in each step."""
-        self._count(SCATTER_GATHER, ranks, grad_bytes, sent_bytes + _ring(ranks) * STAND_IN_BYTES * steps)
+    def count_scattered(self, ranks: int, grad_bytes: float, sent_bytes: float) -> None:
+        """Sets the bytes of a gradient of which so many were sent to others, and of its stand-in."""
+        self._count(SCATTER_GATHER, ranks, grad_bytes, sent_bytes + _ring(ranks) * STAND_IN_BYTES)
 
     def count_reduced(self, ranks: int, grad_bytes: float, reduced_bytes: float) -> None:
         """Sets the bytes of a gradient that Horovod's own allreduce carried."""
-        self._count("allreduce", ranks, grad_bytes, _ring(ranks) * reduced_bytes)
+        self._count(ALLREDUCE, ranks, grad_bytes, _ring(ranks) * reduced_bytes)
 
     def _count(self, exchange: str, ranks: int, grad_bytes: float, sent_bytes: float) -> None:
         self.exchanges = frozenset({exchange})
@@ -69,18 +69,18 @@ class Counters:
     @classmethod
     def of_session(cls, counted: _kernels.Counters, ranks: int) -> Counters:
         """What a session counted of a segment."""
-        counters = cls(
+        ways = {ALLGATHER: counted.gathered, SCATTER_GATHER: counted.scattered, ALLREDUCE: counted.reduced}
+        ring = _ring(ranks)
+        return cls(
+            bytes_dense=ring * counted.grad_bytes,
+            bytes_sent=(ranks - 1) * counted.gathered_bytes + counted.scattered_bytes + ring * counted.reduced_bytes,
+            exchanges=frozenset(way for way, was_taken in ways.items() if was_taken),
             selected=None if counted.selected < 0 else counted.selected,
             encode_s=counted.encode_s,
             wait_s=counted.wait_s,
             decode_s=counted.decode_s,
             residual_sq=counted.residual_sq,
         )
-        if counted.gathered_bytes:
-            counters.count_gathered(ranks, counted.grad_bytes, counted.gathered_bytes, counted.rounds)
-        else:
-            counters.count_reduced(ranks, counted.grad_bytes, counted.reduced_bytes)
-        return counters
 
     def add(self, other: Counters, *, later: bool) -> None:
         """Adds what another one counted, of another parameter or (`later`) of a later step, whose residual replaces ours."""

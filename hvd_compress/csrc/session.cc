@@ -1,12 +1,18 @@
 #include "session_state.h"
 
+#include "stand_in.h"
+
 namespace hvd_compress {
 
 void Counters::add(const Counters& later) {
   rounds += later.rounds;
   grad_bytes += later.grad_bytes;
   gathered_bytes += later.gathered_bytes;
+  scattered_bytes += later.scattered_bytes;
   reduced_bytes += later.reduced_bytes;
+  gathered |= later.gathered;
+  scattered |= later.scattered;
+  reduced |= later.reduced;
   if (later.selected >= 0) selected = later.selected + (selected > 0 ? selected : 0);
   encode_s += later.encode_s;
   wait_s += later.wait_s;
@@ -40,6 +46,30 @@ void SessionState::set_codec(int64_t segment, std::shared_ptr<const Codec> codec
   const std::lock_guard lock(mutex_);
   segments_.at(segment).codec = std::move(codec);
   segments_.at(segment).has_residual = has_residual;
+  for (Group& group : groups_) {
+    for (auto& [_, bucket] : group.scattered) bucket.chunks = nullptr;  // codecs say where payloads can be cut
+  }
+}
+
+void SessionState::add_scattered_bucket(int64_t group, int64_t bucket,
+                                        const std::vector<std::pair<int64_t, size_t>>& members) {
+  const std::lock_guard lock(mutex_);
+  groups_.at(group).scattered[bucket].members = members;
+}
+
+std::shared_ptr<const Chunks> SessionState::chunks(int64_t group, int64_t bucket, size_t ranks) {
+  const std::lock_guard lock(mutex_);
+  Group& g = groups_.at(group);
+  ScatteredBucket& b = g.scattered.at(bucket);
+  if (b.chunks == nullptr || b.ranks != ranks) {
+    std::vector<Part> parts;
+    for (const auto& [member, n] : b.members) {
+      parts.push_back({static_cast<uint32_t>(member), segments_.at(g.members.at(member).segment).codec, n});
+    }
+    b.chunks = std::make_shared<const Chunks>(std::move(parts), ranks);
+    b.ranks = ranks;
+  }
+  return b.chunks;
 }
 
 void SessionState::set_digest(int64_t group, uint64_t digest) {
@@ -91,7 +121,7 @@ Task SessionState::arrive(int64_t group, int64_t member, const std::string& vari
     Segment& segment = segments_.at(m.segment);
     shared = !variable.empty() && !segment.variable.empty() && variable != segment.variable;
     if (!variable.empty()) segment.variable = variable;
-    task = {segment.codec, segment.has_residual, seed_, m.segment, g.digest};
+    task = task_of(g, m);
   }
   if (shared) {
     warn("one compression is used for two models, or for a model that was made anew: they have the same residuals then. "
@@ -100,16 +130,42 @@ Task SessionState::arrive(int64_t group, int64_t member, const std::string& vari
   return task;
 }
 
-void SessionState::encoded(int64_t group, int64_t member, const Encoded& encoded, size_t grad_bytes, double seconds,
-                           std::function<void()> undo) {
+Task SessionState::task_of(const Group& group, const Member& member) {
+  const Segment& segment = segments_.at(member.segment);
+  return {segment.codec, segment.has_residual, seed_, member.segment, group.digest};
+}
+
+Task SessionState::task(int64_t group, int64_t member) {
+  const std::lock_guard lock(mutex_);
+  const Group& g = groups_.at(group);
+  return task_of(g, g.members.at(member));
+}
+
+void SessionState::encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes,
+                           double seconds, std::function<void()> undo) {
   const std::lock_guard lock(mutex_);
   Member& m = groups_.at(group).members.at(member);
   m.undo = std::move(undo);
   m.now.grad_bytes = static_cast<int64_t>(grad_bytes);
-  m.now.gathered_bytes = static_cast<int64_t>(encoded.bytes + kEntryBytes);
+  m.now.reduced_bytes = kStandIn * sizeof(float);
+  m.now.scattered = scattered;
+  m.now.gathered = !scattered;
+  if (!scattered) m.now.gathered_bytes += static_cast<int64_t>(encoded.bytes + kEntryBytes);
   m.now.selected = encoded.selected;
-  m.now.encode_s = seconds;
+  m.now.encode_s += seconds;
   m.now.residual_sq = encoded.residual_sq;
+}
+
+void SessionState::encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) {
+  const std::lock_guard lock(mutex_);
+  Member& m = groups_.at(group).members.at(member);
+  m.undo_piece = std::move(undo);
+  m.now.encode_s += seconds;
+}
+
+void SessionState::scattered(int64_t group, int64_t member, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  groups_.at(group).members.at(member).now.scattered_bytes += static_cast<int64_t>(bytes);
 }
 
 void SessionState::reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) {
@@ -117,11 +173,14 @@ void SessionState::reduced(int64_t group, int64_t member, size_t grad_bytes, siz
   Member& m = groups_.at(group).members.at(member);
   m.now.grad_bytes = static_cast<int64_t>(grad_bytes);
   m.now.reduced_bytes = static_cast<int64_t>(reduced_bytes);
+  m.now.reduced = true;
 }
 
-void SessionState::sent(int64_t group, int64_t bucket) {
+void SessionState::sent(int64_t group, int64_t bucket, int64_t member, bool scattered) {
   const std::lock_guard lock(mutex_);
-  groups_.at(group).sent[bucket] = Clock::now();
+  Group& g = groups_.at(group);
+  g.sent[bucket] = Clock::now();
+  if (!scattered) g.members.at(member).now.gathered_bytes += kHeaderBytes;
 }
 
 std::vector<Message> SessionState::received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) {
@@ -139,13 +198,14 @@ std::vector<Message> SessionState::received(int64_t group, int64_t bucket, const
                                ", rank 0 at step " + std::to_string(messages[0].step) +
                                ": was a checkpoint of the same step restored on every rank?");
     }
+    if (message.flags & kDamaged) {
+      throw MalformedPayload("what rank " + std::to_string(rank) + " received was damaged");
+    }
     if (message.flags & kNonFinite) note_nonfinite(g);
   }
-  if (!messages.empty() && !messages[0].entries.empty()) {
-    // The message's own bytes, and how long it was under way, are its first member's.
+  if (!messages.empty() && !messages[0].entries.empty()) {  // how long it was under way is its first member's
     Member& first = g.members.at(messages[0].entries[0].index);
-    first.now.gathered_bytes += kHeaderBytes;
-    first.now.wait_s = std::chrono::duration<double>(Clock::now() - g.sent[bucket]).count();
+    first.now.wait_s += std::chrono::duration<double>(Clock::now() - g.sent[bucket]).count();
   }
   return messages;
 }
@@ -184,6 +244,8 @@ void SessionState::warn(const std::string& text) {
 
 // Undoes what the member's encoding did to its residual.
 void SessionState::take_back(Member& member) {
+  if (member.undo_piece) member.undo_piece();
+  member.undo_piece = nullptr;
   if (!member.undo) return;
   member.undo();
   member.undo = nullptr;

@@ -16,11 +16,12 @@
 
 #include "codec.h"
 #include "message.h"
+#include "scatter.h"
 
 namespace hvd_compress {
 
-// Changes whenever this file or codec.h or message.h does: both libraries must have been built of the same.
-constexpr int64_t kSessionVersion = 1;
+// Changes whenever this file or one that it includes does: both libraries must have been built of the same.
+constexpr int64_t kSessionVersion = 2;
 
 // What an op needs to encode a member.
 struct Task {
@@ -39,14 +40,24 @@ class Session {
   // empty. A member that has come in this round already begins the next one.
   virtual Task arrive(int64_t group, int64_t member, const std::string& variable) = 0;
 
-  // It was encoded: `undo` takes the change of its residual back.
-  virtual void encoded(int64_t group, int64_t member, const Encoded& encoded, size_t grad_bytes, double seconds,
+  // What is needed to encode a member again.
+  virtual Task task(int64_t group, int64_t member) = 0;
+
+  // It was encoded, to be scattered or gathered: `undo` takes the change of its residual back.
+  virtual void encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes, double seconds,
                        std::function<void()> undo) = 0;
 
-  // The message of a bucket is handed over to Horovod.
-  virtual void sent(int64_t group, int64_t bucket) = 0;
+  // The mean of the own piece of it was encoded again.
+  virtual void encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) = 0;
 
-  // The messages of all ranks are there: parsed, and checked for being of the same plan and step.
+  // So many bytes of it go to other ranks, in a scatter-gather.
+  virtual void scattered(int64_t group, int64_t member, size_t bytes) = 0;
+
+  // A message of a bucket, whose first member that is, is handed over to Horovod.
+  virtual void sent(int64_t group, int64_t bucket, int64_t member, bool scattered) = 0;
+
+  // The messages of all ranks are there: parsed, and checked for being of the same plan and step. Throws MalformedPayload where
+  // they are damaged, or a rank says that what it got was.
   virtual std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) = 0;
 
   // A member's result is there.
@@ -54,6 +65,9 @@ class Session {
 
   // As `encoded`, for one that Horovod's own allreduce carries: so many bytes of it.
   virtual void reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) = 0;
+
+  // The chunks of a bucket that is scattered among so many ranks.
+  virtual std::shared_ptr<const Chunks> chunks(int64_t group, int64_t bucket, size_t ranks) = 0;
 
   // What decodes a member.
   virtual std::shared_ptr<const Codec> codec(int64_t group, int64_t member) = 0;

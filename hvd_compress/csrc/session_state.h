@@ -15,8 +15,10 @@ namespace hvd_compress {
 struct Counters {
   int64_t rounds = 0;
   int64_t grad_bytes = 0;
-  int64_t gathered_bytes = 0;  // payload, and what its message adds
-  int64_t reduced_bytes = 0;   // that Horovod's own allreduce carried instead
+  int64_t gathered_bytes = 0;   // payload, and what its message adds, that all ranks got
+  int64_t scattered_bytes = 0;  // that went to other ranks in a scatter-gather
+  int64_t reduced_bytes = 0;    // that Horovod's own allreduce carried: the gradient, or the stand-in for it
+  bool gathered = false, scattered = false, reduced = false;
   int64_t selected = -1;
   double encode_s = 0, wait_s = 0, decode_s = 0;
   double residual_sq = 0;
@@ -31,6 +33,9 @@ class SessionState final : public Session {
   // Numbers of their own count up from 0.
   int64_t add_segment(std::shared_ptr<const Codec> codec, bool has_residual);
   int64_t add_group(const std::vector<int64_t>& segments, uint64_t digest);
+
+  // A bucket of a group that is scattered: its members, each with its number of elements.
+  void add_scattered_bucket(int64_t group, int64_t bucket, const std::vector<std::pair<int64_t, size_t>>& members);
 
   void set_codec(int64_t segment, std::shared_ptr<const Codec> codec, bool has_residual);
   void set_digest(int64_t group, uint64_t digest);
@@ -49,12 +54,16 @@ class SessionState final : public Session {
   Stats stats();
 
   Task arrive(int64_t group, int64_t member, const std::string& variable) override;
-  void encoded(int64_t group, int64_t member, const Encoded& encoded, size_t grad_bytes, double seconds,
+  Task task(int64_t group, int64_t member) override;
+  void encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes, double seconds,
                std::function<void()> undo) override;
-  void sent(int64_t group, int64_t bucket) override;
+  void encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) override;
+  void scattered(int64_t group, int64_t member, size_t bytes) override;
+  void sent(int64_t group, int64_t bucket, int64_t member, bool scattered) override;
   std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) override;
   void finished(int64_t group, int64_t member, bool finite, double seconds) override;
   void reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) override;
+  std::shared_ptr<const Chunks> chunks(int64_t group, int64_t bucket, size_t ranks) override;
   std::shared_ptr<const Codec> codec(int64_t group, int64_t member) override;
   std::shared_ptr<void>& attachment(int64_t segment) override;
   void warn(const std::string& text) override;
@@ -73,8 +82,14 @@ class SessionState final : public Session {
   struct Member {
     int64_t segment = 0;
     bool arrived = false, finished = false;
-    std::function<void()> undo;
+    std::function<void()> undo, undo_piece;
     Counters now;
+  };
+
+  struct ScatteredBucket {
+    std::vector<std::pair<int64_t, size_t>> members;
+    size_t ranks = 0;
+    std::shared_ptr<const Chunks> chunks;  // among so many ranks, where they were asked for
   };
 
   struct Group {
@@ -83,8 +98,10 @@ class SessionState final : public Session {
     size_t finished = 0;
     bool open = false, nonfinite = false;
     std::map<int64_t, Clock::time_point> sent;  // by bucket
+    std::map<int64_t, ScatteredBucket> scattered;
   };
 
+  Task task_of(const Group& group, const Member& member);
   void take_back(Member& member);
   void note_nonfinite(Group& group);
   void close(Group& group);

@@ -3,7 +3,7 @@
 Horovod calls `compress` and `decompress` while a graph is traced, with one gradient after the other, each inside a tf.cond of
 its own (of the grouped ones: of the group's). The first `compress` of a trace finds the gradients that are reduced together
 (gradients.py) and adds to their graph what sends all of them: an encode op for each, and for each bucket the allgather of its
-message (group.py). What Horovod's own allreduce gets is a stand-in of two elements; `decompress` decodes.
+message (group.py). What Horovod's own allreduce gets is a stand-in of four elements; `decompress` decodes.
 
 At run time nothing of this is called: the ops keep what a step needs in a session (csrc/session.h).
 """
@@ -21,7 +21,8 @@ from horovod.tensorflow.compression import Compressor
 
 from hvd_compress import _kernels, state
 from hvd_compress.codecs import Codec, parse
-from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_seed
+from hvd_compress.exchange import AUTO
+from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_exchange, check_seed
 from hvd_compress.plan import Plan, Policy
 from hvd_compress.stats import Counters, Stats
 from hvd_compress.tensorflow import ops
@@ -46,6 +47,8 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         overrides: Specs by name pattern (``{"*/embeddings": "none"}``) of the variables' names; the first match decides,
             whatever the size.
         bucket_bytes: So many bytes of gradient travel in one message at most; a larger variable has its own.
+        exchange: "allgather": each rank gets the payloads of all. "scatter-gather": each gets a chunk of the payloads of all,
+            and sends their mean, encoded again. "auto": by codec and number of ranks, whichever sends less.
         process_set: The one that the optimizer has.
         seed: Of the random rounding. Ranks and steps differ by themselves.
         grad_scaler: The `LossScaleOptimizer`, where there is one: residuals follow its scale. One whose `minimize` (or
@@ -68,6 +71,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         min_numel: int = 1024,
         overrides: Mapping[str, str | Codec] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        exchange: str = AUTO,
         process_set: Any = hvd.global_process_set,
         seed: int = 0,
         grad_scaler: Any = None,
@@ -79,6 +83,8 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         if grad_scaler is not None and not is_loss_scale_optimizer(grad_scaler):
             raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a Keras LossScaleOptimizer")
         policy = Policy(parse(codec), min_numel, overrides or {})
+        check_bucket_bytes(bucket_bytes)
+        way = check_exchange(exchange)
         number = _kernels.make_session(check_seed(seed))
         ops.library()
 
@@ -89,9 +95,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         self._session.on_warning(_warn)
         self.slots: list[Slot] = []
         self.identity = _Identity(self)
-        self._tracer = Tracer(
-            number, self._exchange, self.slots, policy, check_bucket_bytes(bucket_bytes), grad_scaler, self._session.warn
-        )
+        self._tracer = Tracer(number, self._exchange, self.slots, policy, bucket_bytes, way, grad_scaler, self._session.warn)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """It belongs to one optimizer, and its messages may be under way."""

@@ -1,4 +1,4 @@
-"""How payloads travel: one named Horovod allgather for each message; and how ranks compare their plans beforehand."""
+"""How payloads travel: named Horovod operations; and how ranks compare their plans beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_compress.exchange import Members
 
 
 class Exchange(Members):
-    """Allgathers of bytes among the ranks of a process set."""
+    """Allgathers and all-to-alls of bytes among the ranks of a process set."""
 
     @property
     def is_alone(self) -> bool:
@@ -31,6 +31,13 @@ class Exchange(Members):
     def allgather(self, name: str, message: tf.Tensor) -> tf.Tensor:
         """What all ranks sent, in order of rank (uint8); `message` may be short or long, differently on each rank."""
         return hvd.allgather(message, name=f"{self.prefix}.{name}", ignore_name_scope=True, process_set=self.process_set)
+
+    def alltoall(self, name: str, messages: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
+        """What all ranks sent to this one, in order of rank (uint8); `messages` has `lengths` bytes (int32) for each rank."""
+        received, _ = hvd.alltoall(
+            messages, lengths, name=f"{self.prefix}.{name}", ignore_name_scope=True, process_set=self.process_set
+        )
+        return received
 
     def allgather_now(self, name: str, data: np.ndarray) -> Gathered:
         """Begins an allgather beside whatever is being traced."""

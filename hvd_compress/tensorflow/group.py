@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvd_compress import _kernels
 from hvd_compress.codecs import Codec
-from hvd_compress.plan import Parameter, Plan, Policy
+from hvd_compress.exchange import SCATTER_GATHER
+from hvd_compress.plan import Plan, Policy
 from hvd_compress.tensorflow import ops
 from hvd_compress.tensorflow.exchange import Exchange
 from hvd_compress.tensorflow.gradients import Gradients, loss_scale
@@ -26,23 +27,23 @@ class Group:
     only give the segments other codecs.
     """
 
-    def __init__(
-        self, index: int, slots: Sequence[Slot], parameters: list[Parameter], policy: Policy, bucket_bytes: int
-    ) -> None:
+    def __init__(self, index: int, slots: Sequence[Slot], make_plan: Callable[[Policy], Plan], policy: Policy) -> None:
         self._index = index
         self.slots = list(slots)
-        self._parameters = parameters
-        self._bucket_bytes = bucket_bytes
-        self.plan = Plan(parameters, policy, bucket_bytes)
+        self._make_plan = make_plan
+        self.plan = make_plan(policy)
         self._codecs = [segment.codec for segment in self.plan.segments]  # of what Horovod's allreduce carries: as they were
-        self._buckets = [[segment.index for segment in bucket] for bucket in self.plan.buckets]
-        self._gathered = {member for bucket in self._buckets for member in bucket}
+        self._buckets = [
+            _Bucket(number, segments[0].exchange == SCATTER_GATHER, [(s.index, s.parameter.numel) for s in segments])
+            for number, segments in enumerate(self.plan.buckets)
+        ]
+        self._gathered = {member for bucket in self._buckets for member in bucket.members}
         self._numbers: list[int] = []  # the session's, one for each time that one graph has the group
         self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def set_policy(self, policy: Policy, session: _kernels.Session) -> list[str]:
         """Takes other codecs; returns the names of the parameters that cannot, since Horovod's allreduce carries them."""
-        self.plan = Plan(self._parameters, policy, self._bucket_bytes)
+        self.plan = self._make_plan(policy)
         for number in self._numbers:
             session.set_digest(number, self.plan.digest)
         refused = []
@@ -63,7 +64,7 @@ class Group:
         time = self._times.get(graph, 0)
         self._times[graph] = time + 1
         while len(self._numbers) <= time:
-            self._numbers.append(session.add_group([slot.segment for slot in self.slots], self.plan.digest))
+            self._numbers.append(self._add_to(session))
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
@@ -73,32 +74,32 @@ class Group:
             world = exchange.world()
             scale = loss_scale(scaler)
             states = [slot.state.handle for slot in self.slots]
-            for bucket, members in enumerate(self._buckets):
+            for bucket in self._buckets:
                 messages, stand_ins = zip(
                     *(
                         ops.library().hvd_compress_encode(
                             grad=grads[member],
                             residual=self.slots[member].residual.handle,
+                            piece_residual=self.slots[member].piece_residual.handle,
                             state=states[member],
                             world=world,
                             scale=scale,
+                            dense=False,
+                            weights=[],
+                            momentum=[],
                             variable=_handle(variables[member]),
                             member=member,
+                            scattered_bucket=bucket.number if bucket.scattered else -1,
                             name=f"hvd_compress_{name}_gradient_{member}",
                             **common,
                         )
-                        for member in members
+                        for member in bucket.members
                     ),
                     strict=True,
                 )
-                residual = self.slots[members[0]].residual.handle
-                message = ops.library().hvd_compress_pack(residual=residual, messages=messages, bucket=bucket, **common)
-                gathered = exchange.allgather(f"{name}.bucket.{bucket}", message)
-                places = ops.library().hvd_compress_unpack(
-                    residual=residual, gathered=gathered, bucket=bucket, members=members, **common
-                )
-                for row, member in enumerate(members):
-                    traced.gathered[member] = GatheredMember(stand_ins[row], gathered, places, row)
+                gathered, places = self._exchanged(bucket, messages, world, exchange, name, common)
+                for row, member in enumerate(bucket.members):
+                    traced.gathered[member] = GatheredMember(stand_ins[row], gathered, places, row, bucket.scattered)
             for member, grad in enumerate(grads):
                 if member not in self._gathered and grad.dtype in ops.DTYPES:
                     traced.arrived[member] = ops.library().hvd_compress_arrive(
@@ -111,6 +112,58 @@ class Group:
                     )
         return traced
 
+    def _add_to(self, session: _kernels.Session) -> int:
+        number = session.add_group([slot.segment for slot in self.slots], self.plan.digest)
+        for bucket in self._buckets:
+            if bucket.scattered:
+                session.add_scattered_bucket(number, bucket.number, bucket.sizes)
+        return number
+
+    def _exchanged(
+        self,
+        bucket: _Bucket,
+        messages: Sequence[tf.Tensor],
+        world: tf.Tensor,
+        exchange: Exchange,
+        name: str,
+        common: Mapping[str, int],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Adds what makes of a bucket's messages of one segment those of all ranks; and where the payloads are in them."""
+        slots = [self.slots[member] for member in bucket.members]
+        residual = slots[0].residual.handle
+        common = {"bucket": bucket.number, **common}
+        name = f"{name}.bucket.{bucket.number}"
+        library = ops.library()
+        message = library.hvd_compress_pack(residual=residual, messages=messages, scattered=bucket.scattered, **common)
+        if bucket.scattered:
+            own, lengths = library.hvd_compress_scatter(residual=residual, message=message, world=world, **common)
+            message = library.hvd_compress_reduce(
+                received=exchange.alltoall(name, own, lengths),
+                world=world,
+                piece_residual=[slot.piece_residual.handle for slot in slots],
+                state=[slot.state.handle for slot in slots],
+                members=bucket.members,
+                **common,
+            )
+            name += ".mean"
+        gathered = exchange.allgather(name, message)
+        places = library.hvd_compress_unpack(
+            residual=residual, gathered=gathered, members=bucket.members, scattered=bucket.scattered, **common
+        )
+        return gathered, places
+
+
+class _Bucket(NamedTuple):
+    """Members that travel in one message, each with its number of elements."""
+
+    number: int
+    scattered: bool
+    sizes: list[tuple[int, int]]
+
+    @property
+    def members(self) -> list[int]:
+        return [member for member, _ in self.sizes]
+
 
 class GatheredMember(NamedTuple):
     """A member whose payload travels in a message.
@@ -120,12 +173,14 @@ class GatheredMember(NamedTuple):
         gathered: The messages of all ranks.
         places: Where the payloads of the bucket's members are in them.
         row: The member's, in `places`.
+        scattered: Whether they are of pieces of the mean.
     """
 
     stand_in: tf.Tensor
     gathered: tf.Tensor
     places: tf.Tensor
     row: int
+    scattered: bool
 
 
 class Traced(NamedTuple):
@@ -173,15 +228,17 @@ class Traced(NamedTuple):
         """The mean or sum of a member's gradients, from what Horovod's own allreduce gave."""
         grad, state = self.grads[member], self.slots[member].state.handle
         if member in self.gathered:
-            _, gathered, places, row = self.gathered[member]
+            _, gathered, places, row, scattered = self.gathered[member]
             result = ops.library().hvd_compress_decode(
                 state=state,
                 gathered=gathered,
                 places=places,
                 stand_in=reduced,
                 grad=grad,
+                dense=False,
                 member=member,
                 row=row,
+                scattered=scattered,
                 **self.common,
             )
         elif member in self.arrived:

@@ -15,7 +15,7 @@ from hvd_compress import _kernels
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 """The dtypes that a gradient can have to be compressed."""
 
-_OPS = ("Encode", "Pack", "Unpack", "Decode", "Arrive", "Finish")
+_OPS = ("Encode", "Pack", "Scatter", "Reduce", "Unpack", "Decode", "Arrive", "Finish")
 
 
 @functools.cache

@@ -14,7 +14,9 @@ class Slot(tf.Module):  # type: ignore[misc]
 
     Attributes:
         residual: float32 [n], flat; [0] where there is none (yet).
-        state: float64 [2]: how many times its gradient was encoded, and the loss scale that the residual is in.
+        piece_residual: In a scatter-gather, of the mean of the piece that this rank encodes again; as `residual`.
+        state: float64 [3]: how many times its gradient was encoded, the loss scale that both are in, and where the piece
+            begins.
         label: Its name in stats.
         segment: Its number in the session.
     """
@@ -28,7 +30,8 @@ class Slot(tf.Module):  # type: ignore[misc]
         # every rank the residuals of rank 0.
         with tf.init_scope(), tf.device("CPU:0"):
             self.residual = _local_variable([], tf.float32, [None], f"hvd_compress/{label}/residual")
-            self.state = _local_variable([0.0, 1.0], tf.float64, [2], f"hvd_compress/{label}/state")
+            self.piece_residual = _local_variable([], tf.float32, [None], f"hvd_compress/{label}/piece_residual")
+            self.state = _local_variable([0.0, 1.0, 0.0], tf.float64, [3], f"hvd_compress/{label}/state")
             self._graph = _graph()
         self.follow(variable)
 

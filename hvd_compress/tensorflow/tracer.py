@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Tracer:
         slots: Where to keep what is made for each variable.
         policy: Chooses the codecs.
         bucket_bytes: See `Plan`.
+        way: The exchange, see `Plan`.
         grad_scaler: The user's LossScaleOptimizer, or None.
         warn: Says something to the user, once.
     """
@@ -44,6 +46,7 @@ class Tracer:
         slots: list[Slot],
         policy: Policy,
         bucket_bytes: int,
+        way: str,
         grad_scaler: Any,
         warn: Callable[[str], None],
     ) -> None:
@@ -54,6 +57,7 @@ class Tracer:
         self._slots = slots
         self._by_variable: dict[int, Slot] = {}
         self._bucket_bytes = bucket_bytes
+        self._way = way
         self._grad_scaler = grad_scaler
         self._warn = warn
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -128,11 +132,14 @@ class Tracer:
             slots.append(self._slot(variable, parameter))
         key = tuple(slot.segment for slot in slots)
         if key not in self._groups:
-            group = Group(len(self._groups), slots, parameters, self.policy, self._bucket_bytes)
+            group = Group(len(self._groups), slots, functools.partial(self._plan, parameters), self.policy)
             self._agree(group)
             self._groups[key] = group
             self.check_restored(self._restored)
         return self._groups[key]
+
+    def _plan(self, parameters: list[Parameter], policy: Policy) -> Plan:
+        return Plan(parameters, policy, self._bucket_bytes, self._way, self._exchange.size)
 
     def _slot(self, variable: Any, parameter: Parameter) -> Slot:
         slot = self._by_variable.get(id(variable))

@@ -33,7 +33,8 @@ AVERAGE, SUM = [1.0, 0.25, 0, 0], [2.0, 0.5, 0, 0]
 
 def variables():
     residual = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
-    return residual, tf.Variable(tf.constant([0.0, 1.0], tf.float64), trainable=False)
+    piece_residual = tf.Variable(tf.zeros([0]), shape=[None], trainable=False)
+    return residual, piece_residual, tf.Variable(tf.constant([0.0, 1.0, 0.0], tf.float64), trainable=False)
 
 
 class Bench:
@@ -54,36 +55,50 @@ class Bench:
     def encode(self, grad, member=0, scale=1.0, variable=()):
         return self.encode_op(grad, member, scale, variable)[0]
 
-    def encode_op(self, grad, member=0, scale=1.0, variable=(), world=(RANK, 2)):
-        residual, state = self.variables[member]
+    def encode_op(self, grad, member=0, scale=1.0, variable=(), world=(RANK, 2), dense=False, momentum=(), weights=()):
+        residual, piece_residual, state = self.variables[member]
         return ops.library().hvd_compress_encode(
             grad=grad,
             residual=residual.handle,
+            piece_residual=piece_residual.handle,
             state=state.handle,
             world=list(world),
             scale=scale,
+            dense=dense,
+            weights=tf.constant(weights, tf.float32, [len(weights)]),
+            momentum=[m.handle for m in momentum],
             variable=[v.handle for v in variable],
             member=member,
+            scattered_bucket=-1,
             **self.common,
         )
 
     def pack(self, messages):
-        return ops.library().hvd_compress_pack(residual=self.variables[0][0].handle, messages=messages, bucket=0, **self.common)
+        return ops.library().hvd_compress_pack(
+            residual=self.variables[0][0].handle, messages=messages, bucket=0, scattered=False, **self.common
+        )
 
     def unpack(self, gathered):
         return ops.library().hvd_compress_unpack(
-            residual=self.variables[0][0].handle, gathered=gathered, bucket=0, members=self.members, **self.common
+            residual=self.variables[0][0].handle,
+            gathered=gathered,
+            bucket=0,
+            members=self.members,
+            scattered=False,
+            **self.common,
         )
 
-    def decode(self, gathered, places, grad, member=0, stand_in=AVERAGE):
+    def decode(self, gathered, places, grad, member=0, stand_in=AVERAGE, dense=False):
         return ops.library().hvd_compress_decode(
             state=self.state(member),
             gathered=gathered,
             places=places,
             stand_in=stand_in,
             grad=grad,
+            dense=dense,
             member=member,
             row=member,
+            scattered=False,
             **self.common,
         )
 
@@ -100,7 +115,7 @@ class Bench:
         return [self.decode(gathered, places, grad, member) for member, grad in enumerate(grads)]
 
     def state(self, member=0):
-        return self.variables[member][1].handle
+        return self.variables[member][2].handle
 
     def residual(self, member=0):
         return self.variables[member][0].numpy()
@@ -201,7 +216,7 @@ def test_shapes_and_no_gradient():
         message = bench.encode(grad)
         assert message.shape.as_list() == [None]
         places = bench.unpack(message)
-        assert places.shape.as_list() == [None, None, 2]
+        assert places.shape.as_list() == [None, None, 4]
         result = bench.decode(message, places, grad, stand_in=[1.0, 0.0, 0, 0])
         assert result.shape == [3, 4]
         return result

@@ -1,4 +1,4 @@
-"""TensorFlow's side of ../conftest.py."""
+"""TensorFlow's side of ../conftest.py. Every test runs twice: with each exchange, whichever "auto" would choose."""
 
 import importlib.util
 import os
@@ -6,6 +6,7 @@ import os
 if importlib.util.find_spec("tf_keras"):
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
 
+import helpers
 import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
@@ -25,3 +26,9 @@ def _same_start(_horovod):
 @pytest.fixture(scope="session")
 def ranks(_horovod):
     return hvd.size()
+
+
+@pytest.fixture(autouse=True, params=["allgather", "scatter-gather"])
+def exchange(request, monkeypatch):
+    monkeypatch.setattr(helpers, "EXCHANGE", request.param)
+    return request.param

@@ -5,7 +5,20 @@ import numpy as np
 import tensorflow as tf
 from parallel import common
 
+from hvd_compress import tensorflow
+
 keras = tf.keras
+
+EXCHANGE = "auto"
+"""That `Compression` takes by default; every test is run with several, see conftest.py."""
+
+
+class Compression(tensorflow.Compression):
+    """The real one, with another default."""
+
+    @classmethod
+    def make(cls, codec, *parameters, **options):
+        return super().make(codec, *parameters, **{"exchange": EXCHANGE, **options})
 
 
 def gather(value):
@@ -59,9 +72,18 @@ class Vectors:
         return hvd.DistributedGradientTape(tape, compression=compression, **options).gradient(loss, variables)
 
 
-def residuals(compression):
-    """By name, flat."""
-    return {slot.label: slot.residual.numpy() for slot in compression.slots}
+def left(compression, session=None, name=""):
+    """All that encoding has left, by name, flat: the residual, and that of the piece of the mean, times the ranks."""
+    evaluate = (lambda variables: [v.numpy() for v in variables]) if session is None else session.run
+    slots = [slot for slot in compression.slots if name in slot.label]
+    return {slot.label: _left(*evaluate([slot.residual, slot.piece_residual, slot.state])) for slot in slots}
+
+
+def _left(residual, piece, state):
+    begin = int(state[2])
+    everything = residual.copy()
+    everything[begin : begin + piece.size] += hvd.size() * piece
+    return everything
 
 
 def mean_of_ranks(ranks, *shape, step=0):

@@ -5,10 +5,8 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Vectors, assert_equal_on_all_ranks, gather, keras, mean_of_ranks, random, residuals
+from helpers import Compression, Vectors, assert_equal_on_all_ranks, gather, keras, left, mean_of_ranks, random
 from parallel.common import WITH_RESIDUAL
-
-from hvd_compress.tensorflow import Compression
 
 LossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 
@@ -32,11 +30,11 @@ def test_one_gradient_that_is_not_finite_undoes_the_step(spec, where, how, value
     for number in (1, 2):
         step(compression, number)
         step(twin, number)
-    before = residuals(compression)
+    before = left(compression)
     result = dict(zip("abc", step(compression, 3, bad=True), strict=True))
     assert not np.isfinite(result[where]).all()
     assert_equal_on_all_ranks([np.nan_to_num(r) for r in result.values()])
-    for name, residual in residuals(compression).items():
+    for name, residual in left(compression).items():
         np.testing.assert_array_equal(residual, before[name])
     if "qsgd" not in spec:  # whose rounding differs from step to step
         for a, b in zip(step(compression, 4), step(twin, 4), strict=True):
@@ -64,7 +62,7 @@ def test_fit_with_a_loss_scale_is_fit_without(spec):
         model.compile(optimizer, "mse")
         model.fit(random(64, 40), random(64, 30, step=1), batch_size=8, epochs=1, verbose=0, shuffle=False)
         assert_equal_on_all_ranks(model.get_weights())
-        results.append((model.get_weights(), residuals(compression)))
+        results.append((model.get_weights(), left(compression)))
         if scaled:
             assert float(optimizer.loss_scale) == 16.0 * 2**4
             scales = {slot.state.numpy()[1] for slot in compression.slots if slot.residual.shape[0] != 0}
@@ -152,8 +150,9 @@ def test_the_loss_scale_optimizer_of_keras_3(ranks):
         scale = float(optimizer.dynamic_scale)
         optimizer.apply([gradient], [parameter])
     assert float(optimizer.dynamic_scale) > 8.0
-    left = sum(np.asarray(r, np.float64) for r in gather(compression.slots[0].residual.numpy())) / ranks / scale
-    np.testing.assert_allclose(sent + left.reshape(40, 50), 5 * expected, atol=1e-4)
+    (remains,) = left(compression).values()
+    remains = sum(np.asarray(r, np.float64) for r in gather(remains)) / ranks / scale
+    np.testing.assert_allclose(sent + remains.reshape(40, 50), 5 * expected, atol=1e-4)
 
 
 def test_what_is_no_loss_scale_optimizer_is_refused():

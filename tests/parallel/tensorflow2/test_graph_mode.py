@@ -4,10 +4,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_equal_on_all_ranks, gather, mean_of_ranks, random
+from helpers import Compression, assert_equal_on_all_ranks, gather, left, mean_of_ranks, random
 from parallel.common import SPECS, WITH_RESIDUAL
-
-from hvd_compress.tensorflow import Compression
 
 v1 = tf.compat.v1
 
@@ -48,7 +46,7 @@ def test_training(spec, resource, initializer, graph, ranks):
     training = Training(compression, resource)
     local = [v.op.name for v in v1.local_variables()]
     assert not any("hvd_compress" in v.op.name for v in v1.global_variables())
-    assert len(local) == 4
+    assert len(local) == 6
     expected_a, expected_b = np.zeros((40, 50)), np.zeros(3)
     with v1.Session() as session:
         session.run(v1.global_variables_initializer())
@@ -63,8 +61,7 @@ def test_training(spec, resource, initializer, graph, ranks):
         a, b = session.run([training.a, training.b])
         assert compression.stats.steps == 5
         if spec in WITH_RESIDUAL:
-            residual = session.run(compression.slots[0].residual)
-            of_all = gather(residual)
+            of_all = gather(left(compression, session, "model/a")["model/a"])
             assert len({r.tobytes() for r in of_all}) == ranks  # each rank's own, the broadcast did not touch them
             np.testing.assert_allclose(a - sum(of_all).reshape(40, 50) / ranks, expected_a, atol=2e-5)
     np.testing.assert_allclose(b, expected_b, atol=0.02 if spec == "fp16" else 1e-5)
@@ -129,14 +126,12 @@ def test_only_some_of_the_results_are_asked_for(graph, ranks):
         session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
         for step in range(4):
             total = total + session.run(of_a, {feed: random(40, 50, step=step)})
-        residual = session.run([slot.residual for slot in compression.slots])
         expected = sum(mean_of_ranks(ranks, 40, 50, step=step) for step in range(4))
-        left = sum(np.asarray(r, np.float64) for r in gather(residual[0])) / ranks
-        np.testing.assert_allclose(total + left.reshape(40, 50), expected, atol=2e-5)
+        remains = sum(np.asarray(r, np.float64) for r in gather(left(compression, session, "a")["a"])) / ranks
+        np.testing.assert_allclose(total + remains.reshape(40, 50), expected, atol=2e-5)
         first = session.run(of_b, {feed: random(40, 50, step=9)})
-        residual = session.run([slot.residual for slot in compression.slots])
-        left = sum(np.asarray(r, np.float64) for r in gather(residual[1])) / ranks
-        np.testing.assert_allclose(first + left.reshape(40, 50), 2 * mean_of_ranks(ranks, 40, 50, step=9), atol=2e-5)
+        remains = sum(np.asarray(r, np.float64) for r in gather(left(compression, session, "b")["b"])) / ranks
+        np.testing.assert_allclose(first + remains.reshape(40, 50), 2 * mean_of_ranks(ranks, 40, 50, step=9), atol=2e-5)
 
 
 def test_checkpoints(graph, tmp_path):

@@ -8,9 +8,7 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Vectors, assert_equal_on_all_ranks, batch, convnet, gather, keras, loss_of, random, residuals
-
-from hvd_compress.tensorflow import Compression
+from helpers import Compression, Vectors, assert_equal_on_all_ranks, batch, convnet, gather, keras, left, loss_of, random
 
 
 class Run:
@@ -63,7 +61,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(spec, when, how, path):
     second.checkpoint.restore(saved).assert_existing_objects_matched()
     second.train(range(3, 6))
     assert second.values == whole.values
-    for a, b in zip(residuals(second.compression).values(), residuals(whole.compression).values(), strict=True):
+    for a, b in zip(left(second.compression).values(), left(whole.compression).values(), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -74,8 +72,8 @@ def test_residuals_are_each_ranks_own(path):
     other.checkpoint.restore(saved)
     other.train([3])
     run.train([3])
-    for name, residual in zip(residuals(run.compression), residuals(other.compression).values(), strict=True):
-        np.testing.assert_array_equal(residual, residuals(run.compression)[name])
+    for name, residual in zip(left(run.compression), left(other.compression).values(), strict=True):
+        np.testing.assert_array_equal(residual, left(run.compression)[name])
         if residual.size:
             assert len({theirs.tobytes() for theirs in gather(residual)}) == hvd.size()
 
@@ -107,13 +105,13 @@ def test_a_state_of_another_spec_is_refused(path):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_state_of_another_model_is_refused(when, path):
+def test_a_state_of_another_model_is_refused(when, path, exchange):
     old, new, grad = Vectors(w=(40, 50)), Vectors(w=(50, 40)), tf.ones([40, 50])
     compression = Compression.adacomp()
     old.gradients(compression, grad)
     saved = tf.train.Checkpoint(compression=compression).save(path)
     compression = Compression.adacomp()
-    text = r"another run: 'w' is \[\[40, 50\], 'adacomp:bin=500,c=2'\] in it, and \[\[50, 40\]"
+    text = rf"another run: 'w' is \[\[40, 50\], 'adacomp:bin=500,c=2', '{exchange}'\] in it, and \[\[50, 40\]"
     if when == "after":
         new.gradients(compression, tf.transpose(grad))
         with pytest.raises(ValueError, match=text):

@@ -7,10 +7,20 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Vectors, assert_equal_on_all_ranks, batch, convnet, keras, loss_of, mean_of_ranks, random, residuals
+from helpers import (
+    Compression,
+    Vectors,
+    assert_equal_on_all_ranks,
+    batch,
+    convnet,
+    gather,
+    keras,
+    left,
+    loss_of,
+    mean_of_ranks,
+    random,
+)
 from parallel.common import WITH_RESIDUAL
-
-from hvd_compress.tensorflow import Compression
 
 SPEC = "qsgd:bits=8,feedback=true"
 ALL = {"overrides": {"*": SPEC}}
@@ -37,9 +47,14 @@ def fitted(optimizer_options=None, compression=None, fit_options=None, model=Non
     return model.trainable_variables, compression
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return fitted()
+_plain = {}
+
+
+@pytest.fixture
+def plain(exchange):
+    if exchange not in _plain:
+        _plain[exchange] = fitted()
+    return _plain[exchange]
 
 
 # --- in a graph
@@ -306,7 +321,7 @@ def test_tracing_again_keeps_the_residuals():
     assert traces == once + (2 if hvd.rank() == 0 else 0)
     assert_same(got, expected)
     assert len(second.slots) == 1
-    assert_same(residuals(second).values(), residuals(first).values())
+    assert_same(left(second).values(), left(first).values())
 
 
 def test_fit_evaluate_and_fit_again(plain):
@@ -344,16 +359,16 @@ def test_two_steps_in_one_function():
 
 
 def test_some_of_the_variables_now_and_all_of_them_later():
-    vectors, compression = Vectors(a=(40, 50), b=(30, 40)), Compression.from_spec(SPEC)
+    vectors, compression = Vectors(a=(40, 50), b=(30, 40)), Compression.from_spec(SPEC, exchange="allgather")
     grads = [tf.constant(random(40, 50)), tf.constant(random(30, 40))]
     vectors.gradients(compression, grads[0], variables=vectors.variables[:1])
-    before = residuals(compression)["a"]
-    twin = Compression.from_spec(SPEC)
+    before = left(compression)["a"]
+    twin = Compression.from_spec(SPEC, exchange="allgather")
     vectors.gradients(twin, *grads)
-    np.testing.assert_array_equal(before, residuals(twin)["a"])
+    np.testing.assert_array_equal(before, left(twin)["a"])
     vectors.gradients(compression, *grads)
     vectors.gradients(twin, *grads)
-    np.testing.assert_array_equal(residuals(compression)["a"], residuals(twin)["a"])
+    np.testing.assert_array_equal(left(compression)["a"], left(twin)["a"])
     assert len(compression.plans) == 2
 
 
@@ -443,9 +458,11 @@ def test_a_pattern_that_matches_nothing_is_refused():
         Vectors(w=(40, 50)).gradients(Compression.qsgd(overrides={"kernel": "none"}), tf.ones([40, 50]))
 
 
-def test_small_buckets_change_nothing(plain):
-    got, compression = fitted(compression=Compression.from_spec(SPEC, bucket_bytes=1, **ALL))
-    assert_same(got, plain[0])
+def test_small_buckets_change_nothing():
+    """Of what is gathered; in a scatter-gather they decide which rank encodes what again."""
+    expected, _ = fitted(compression=Compression.from_spec(SPEC, exchange="allgather", **ALL))
+    got, compression = fitted(compression=Compression.from_spec(SPEC, bucket_bytes=1, exchange="allgather", **ALL))
+    assert_same(got, expected)
     assert len(compression.plans[0].buckets) == 8
 
 
@@ -462,6 +479,20 @@ def test_another_codec_in_mid_training(ranks):
         np.testing.assert_allclose(of_b, mean_of_ranks(ranks, 3, step=i), atol=1e-6)
     expected = sum(mean_of_ranks(ranks, 40, 50, step=i) for i in range(6))
     np.testing.assert_allclose(total, expected, atol=2e-3)  # half precision in one step
+
+
+def test_nothing_is_lost_when_pieces_move(ranks):
+    """Other variables in the bucket, or another codec, make other pieces: what was left of the old ones is sent too."""
+    vectors, compression = Vectors(a=(40, 50), b=(30, 40)), Compression.adacomp(exchange="scatter-gather")
+    total = np.zeros((40, 50))
+    for i in range(8):
+        if i == 6:
+            compression.set_codec("onebit")
+        grads = [tf.constant(random(40, 50, step=i)), tf.constant(random(30, 40, step=i))][: 1 + i % 2]
+        of_a, *_ = vectors.gradients(compression, *grads, variables=vectors.variables[: len(grads)])
+        total += of_a.numpy()
+    remains = sum(theirs.astype(np.float64) for theirs in gather(left(compression)["a"])).reshape(40, 50) / ranks
+    np.testing.assert_allclose(total + remains, sum(mean_of_ranks(ranks, 40, 50, step=i) for i in range(8)), atol=5e-5)
 
 
 def test_what_is_traced_dense_stays_dense():
