@@ -23,14 +23,31 @@ class algorithm:  # used as a decorator, like classmethod
         name = self._function.__name__
 
         def compress(_: Any) -> NoReturn:
-            raise TypeError(f"Compression.{name} was not called: pass Compression.{name}({owner.call})")
+            arguments = ", ".join(filter(None, ["spec" if name == "from_spec" else "", owner.call]))
+            raise TypeError(f"Compression.{name} was not called: pass Compression.{name}({arguments})")
 
         bound = functools.update_wrapper(functools.partial(self._function, owner), self._function)
         bound.compress = compress  # type: ignore[attr-defined]
         return bound
 
 
-class Algorithms:
+class _Namespace(type):
+    """Of `Algorithms`: what is not there is told what is."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in ("compress", "decompress"):  # Horovod asks for it: the namespace itself was passed
+            raise TypeError(f"Compression itself was passed as compression=: pass Compression.adacomp({cls.call}), for example")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        there = ", ".join(sorted(attribute for attribute in dir(cls) if isinstance(cls._raw(attribute), (algorithm, type))))
+        raise AttributeError(f"Compression has no algorithm {name!r}: there are {there}")
+
+    def _raw(cls, attribute: str) -> Any:
+        found = inspect.getattr_static(cls, attribute)
+        return None if attribute in ("compressor", "__class__") else found
+
+
+class Algorithms(metaclass=_Namespace):
     """What to pass as ``compression=`` to Horovod.
 
     Each takes what the framework's compression needs (PyTorch: ``model.named_parameters()``; TensorFlow: nothing), the codec's
@@ -47,6 +64,8 @@ class Algorithms:
     def make(cls, codec: str | Codec, *parameters: Any, **options: Any) -> Any:
         """The compression of a codec."""
         codec = parse(codec)
+        if parameters and not cls.call:
+            raise TypeError("in TensorFlow a compression is made without the variables: it finds them; options go by keyword")
         of_compressor = inspect.signature(cls.compressor).parameters
         known = [field.name for field in dataclasses.fields(codec)]
         known += [name for name, parameter in of_compressor.items() if parameter.kind is parameter.KEYWORD_ONLY]

@@ -11,6 +11,11 @@ BUCKET_BYTES = 25 * 2**20
 PLAN_SECONDS = 10.0
 """How long a rank waits for the other ranks' plans before it goes on, and leaves errors to Horovod."""
 
+SAME_ON_ALL = (
+    "Every rank must pass an hvd_compress compression to its optimizer, with the optimizer's process_set, and make all its "
+    "compressions in the same order, or give them a name=: this one's is {}."
+)
+
 
 def check_exchange(exchange: Any) -> str:
     """How payloads travel; ValueError where it is no such way."""
@@ -18,6 +23,15 @@ def check_exchange(exchange: Any) -> str:
     if exchange not in allowed:
         raise ValueError(f"exchange={exchange!r} is not allowed; allowed is {', '.join(map(repr, allowed))}")
     return str(exchange)
+
+
+def check_name(name: Any, default: str) -> str:
+    """The name of a compression; ValueError where it is none."""
+    if name is None:
+        return default
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name={name!r} is not allowed; allowed is a string of at least one character")
+    return name
 
 
 def check_seed(seed: Any) -> int:

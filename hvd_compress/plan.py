@@ -7,7 +7,7 @@ import fnmatch
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -90,9 +90,8 @@ class Policy:
             return Identity()
         return self.codec.for_shape(parameter.shape)
 
-    def check(self, parameters: Iterable[Parameter]) -> None:
-        """Raises ValueError where a pattern matches no parameter: most likely a typing error."""
-        names = [parameter.name for parameter in parameters]
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ValueError where a pattern matches no parameter's name: most likely a typing error."""
         for pattern in self.overrides:
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"overrides: the pattern {pattern!r} matches no parameter; there are {_some(names)}")
@@ -126,14 +125,21 @@ class Plan:
         bucket_bytes: A bucket holds so many bytes of gradient at most, or one larger segment.
         exchange: "allgather", "scatter-gather", or "auto": by codec, whichever sends less.
         ranks: Among how many.
+        others: Names of parameters beside them, which are never compressed, but can be named in the policy.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], policy: Policy, bucket_bytes: int, exchange: str = AUTO, ranks: int = 1
+        self,
+        parameters: Sequence[Parameter],
+        policy: Policy,
+        bucket_bytes: int,
+        exchange: str = AUTO,
+        ranks: int = 1,
+        others: Sequence[str] = (),
     ) -> None:
         check_bucket_bytes(bucket_bytes)
         check_exchange(exchange)
-        policy.check(parameters)
+        policy.check([*(parameter.name for parameter in parameters), *others])
         self.policy = policy
         self.bucket_bytes = bucket_bytes
         self.exchange = exchange

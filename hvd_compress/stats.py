@@ -128,6 +128,10 @@ class Stats:
         self.step = Record()
         self.total = Record()
 
+    def __repr__(self) -> str:
+        """How many steps, and what they sent."""
+        return f"<Stats of {self.steps} steps: {self.total.bytes_sent:.0f} bytes sent, ratio {self.total.ratio:.1f}>"
+
     @classmethod
     def of(cls, steps: int, step: Mapping[str, Counters], total: Mapping[str, Counters]) -> Stats:
         """The figures of so many steps, the last one and all, by parameter."""

@@ -22,7 +22,7 @@ from horovod.tensorflow.compression import Compressor
 from hvd_compress import _kernels, state
 from hvd_compress.codecs import Codec, parse
 from hvd_compress.exchange import AUTO
-from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_exchange, check_seed
+from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_exchange, check_name, check_seed
 from hvd_compress.plan import Plan, Policy
 from hvd_compress.stats import Counters, Stats
 from hvd_compress.tensorflow import ops
@@ -82,7 +82,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.tensorflow.ProcessSet")
         if grad_scaler is not None and not is_loss_scale_optimizer(grad_scaler):
             raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a Keras LossScaleOptimizer")
-        policy = Policy(parse(codec), min_numel, overrides or {})
+        policy = Policy(parse(codec), min_numel, {} if overrides is None else overrides)
         check_bucket_bytes(bucket_bytes)
         way = check_exchange(exchange)
         number = _kernels.make_session(check_seed(seed))
@@ -90,7 +90,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
 
         set_id = process_set.process_set_id or 0
         _made[set_id] = _made.get(set_id, 0) + 1
-        self._exchange = Exchange(name or f"hvd_compress.tf.{set_id}.{_made[set_id] - 1}", process_set)
+        self._exchange = Exchange(check_name(name, f"hvd_compress.tf.{set_id}.{_made[set_id] - 1}"), process_set)
         self._session = _kernels.session(number)
         self._session.on_warning(_warn)
         self.slots: list[Slot] = []
@@ -104,6 +104,10 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
     def __str__(self) -> str:
         """The spec."""
         return str(self._tracer.policy.codec)
+
+    def __repr__(self) -> str:
+        """The spec, with what it is of."""
+        return f"<hvd_compress.tensorflow compression {self}>"
 
     @property
     def plans(self) -> list[Plan]:
@@ -134,6 +138,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             )
             return tensor, None
         if self._exchange.is_alone or found.is_export:
+            self._tracer.policy.check(found.names)
             return tensor, None
         traced = self._tracer.traced(found)
         member = traced.take(tensor)

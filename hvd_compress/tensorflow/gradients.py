@@ -41,6 +41,19 @@ class Gradients(NamedTuple):
         return eager and any(handle is not None and tf.is_symbolic_tensor(handle) for handle in handles)
 
     @property
+    def names(self) -> list[str]:
+        """Of the variables, as a policy sees them; unique."""
+        names: list[str] = []
+        for place, variable in enumerate(self.variables):
+            name = base = variable.name.split(":")[0] if isinstance(variable, tf.Variable) else f"gradient_{place}"
+            count = 1
+            while name in names:
+                count += 1
+                name = f"{base}_{count}"
+            names.append(name)
+        return names
+
+    @property
     def dense(self) -> list[int]:
         """Places of those that Horovod compresses: tensors."""
         return [i for i, grad in enumerate(self.grads) if isinstance(grad, tf.Tensor)]
@@ -74,7 +87,8 @@ def _loss_scale_optimizer(frame: FrameType | None) -> Any:
 
 def is_loss_scale_optimizer(candidate: Any) -> bool:
     """Whether that is a LossScaleOptimizer of any Keras."""
-    return any(kind.__name__.startswith("LossScaleOptimizer") for kind in type(candidate).__mro__)
+    kinds = () if isinstance(candidate, type) else type(candidate).__mro__
+    return any(kind.__name__.startswith("LossScaleOptimizer") for kind in kinds)
 
 
 def loss_scale(optimizer: Any) -> tf.Tensor:

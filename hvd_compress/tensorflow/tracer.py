@@ -12,7 +12,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress import _kernels, state
-from hvd_compress.options import PLAN_SECONDS
+from hvd_compress.options import PLAN_SECONDS, SAME_ON_ALL
 from hvd_compress.plan import MismatchError, Parameter, Plan, Policy, compare_announcements
 from hvd_compress.tensorflow.exchange import Exchange, Gathered
 from hvd_compress.tensorflow.gradients import Gradients
@@ -124,22 +124,22 @@ class Tracer:
     def _group(self, found: Gradients) -> Group:
         parameters: list[Parameter] = []
         slots: list[Slot] = []
-        labels: set[str] = set()
+        names = found.names
         for place in found.dense:
-            variable, grad = found.variables[place], found.grads[place]
-            parameter = _parameter(place, variable, grad, labels)
+            variable = found.variables[place]
+            parameter = _parameter(place, names[place], variable, found.grads[place])
             parameters.append(parameter)
             slots.append(self._slot(variable, parameter))
         key = tuple(slot.segment for slot in slots)
         if key not in self._groups:
-            group = Group(len(self._groups), slots, functools.partial(self._plan, parameters), self.policy)
+            group = Group(len(self._groups), slots, functools.partial(self._plan, parameters, names), self.policy)
             self._agree(group)
             self._groups[key] = group
             self.check_restored(self._restored)
         return self._groups[key]
 
-    def _plan(self, parameters: list[Parameter], policy: Policy) -> Plan:
-        return Plan(parameters, policy, self._bucket_bytes, self._way, self._exchange.size)
+    def _plan(self, parameters: list[Parameter], names: list[str], policy: Policy) -> Plan:
+        return Plan(parameters, policy, self._bucket_bytes, self._way, self._exchange.size, names)
 
     def _slot(self, variable: Any, parameter: Parameter) -> Slot:
         slot = self._by_variable.get(id(variable))
@@ -182,7 +182,7 @@ class Tracer:
             return
         self._warn(
             f"not all {self._exchange.size} ranks of the process set have announced their compression after {PLAN_SECONDS:g} "
-            "s; going on. Every rank must pass the same hvd_compress compression to its optimizer."
+            f"s; going on. {SAME_ON_ALL.format(self._exchange.prefix)}"
         )
         threading.Thread(target=self._agree_later, args=(announced,), daemon=True).start()
 
@@ -195,14 +195,7 @@ class Tracer:
             return
 
 
-def _parameter(place: int, variable: Any, grad: tf.Tensor, taken: set[str]) -> Parameter:
-    """What a plan needs to know; the name is the variable's, made unique, the shape too where the gradient's is not known."""
-    is_variable = isinstance(variable, tf.Variable)
-    name = base = variable.name.split(":")[0] if is_variable else f"gradient_{place}"
-    count = 1
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    shape = variable.shape if is_variable else grad.shape
+def _parameter(place: int, name: str, variable: Any, grad: tf.Tensor) -> Parameter:
+    """What a plan needs to know; the shape is the variable's, since the gradient's may not be known."""
+    shape = variable.shape if isinstance(variable, tf.Variable) else grad.shape
     return Parameter(name, tuple(shape.as_list()), grad.dtype.name, key=f"gradient {place}")

@@ -27,7 +27,7 @@ from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
 from hvd_compress.exchange import AUTO, SCATTER_GATHER
 from hvd_compress.message import Flags, Message
-from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, check_exchange, check_seed
+from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, SAME_ON_ALL, check_exchange, check_name, check_seed
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
 from hvd_compress.torch.bucket import Bucket
@@ -85,7 +85,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.torch.ProcessSet")
         if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
             raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a torch.amp.GradScaler")
-        policy = Policy(parse(codec), min_numel, overrides or {})
+        policy = Policy(parse(codec), min_numel, {} if overrides is None else overrides)
         self._slots = make_slots(named_parameters)
         self._bucket_bytes = bucket_bytes
         self._way = check_exchange(exchange)
@@ -96,7 +96,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
         set_id = process_set.process_set_id or 0
         number = _made.get(set_id, 0)
-        self._exchange = Exchange(name or f"hvd_compress.{set_id}.{number}", process_set)
+        self._exchange = Exchange(check_name(name, f"hvd_compress.{set_id}.{number}"), process_set)
         self._set_plan(policy)
         _made[set_id] = number + 1
         self._plans = 0  # announced so far
@@ -120,6 +120,10 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     def __str__(self) -> str:
         """The spec."""
         return str(self._plan.policy.codec)
+
+    def __repr__(self) -> str:
+        """The spec, with what it is of."""
+        return f"<hvd_compress.torch compression {self} of {len(self._slots)} parameters>"
 
     @property
     def plan(self) -> Plan:
@@ -420,8 +424,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             if not self._announced.poll(PLAN_SECONDS):
                 self._warn(
                     f"not all {self._exchange.size} ranks of the process set have announced their compression after "
-                    f"{PLAN_SECONDS:g} s; going on. Every rank must pass the same hvd_compress compression to its optimizer, "
-                    "and an optimizer's process_set must be given to the compression too."
+                    f"{PLAN_SECONDS:g} s; going on. {SAME_ON_ALL.format(self._exchange.prefix)}"
                 )
         if self._announced.poll():
             compare_announcements(self._announced.wait(), self._exchange.size)

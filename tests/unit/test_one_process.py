@@ -57,9 +57,26 @@ def test_options_reach_the_codec():
     assert str(Compression.from_spec("qsgd:bits=2", parameters)) == "qsgd:bits=2,bucket=512"
 
 
+def test_what_is_no_algorithm():
+    with pytest.raises(AttributeError, match=r"no algorithm .adacmp.: there are adacomp, bf16, .*nuqsgd, onebit, qsgd"):
+        _ = Compression.adacmp
+    with pytest.raises(TypeError, match=r"pass Compression.adacomp\(model.named_parameters\(\)\), for example"):
+        _ = Compression.compress
+    with pytest.raises(TypeError, match=r"pass Compression.from_spec\(spec, model.named_parameters\(\)\)"):
+        Compression.from_spec.compress(None)
+
+
+def test_what_is_printed():
+    compression = Compression.adacomp(torch.nn.Linear(3, 3).named_parameters(), bin=50)
+    assert repr(compression) == "<hvd_compress.torch compression adacomp:bin=50,c=2 of 2 parameters>"
+    assert repr(compression.stats) == "<Stats of 0 steps: 0 bytes sent, ratio 1.0>"
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"name": 7}, "name=7 is not allowed; allowed is a string of at least one character"),
+        ({"overrides": []}, r"overrides=\[\] is not allowed; allowed is a dict of name pattern to spec"),
         ({"bin": 0}, "bin=0 is not allowed; allowed is a whole number from 1 to 16383"),
         ({"c": 0.5}, "c=0.5 is not allowed"),
         ({"min_numel": -1}, "min_numel=-1 is not allowed"),

@@ -67,9 +67,38 @@ def test_options_reach_the_codec():
     assert str(Compression.from_spec("qsgd:bits=2")) == "qsgd:bits=2,bucket=512"
 
 
+def test_what_is_no_algorithm():
+    with pytest.raises(AttributeError, match=r"no algorithm .adacmp.: there are adacomp, bf16, .*nuqsgd, onebit, qsgd"):
+        _ = Compression.adacmp
+    with pytest.raises(TypeError, match=r"pass Compression.adacomp\(\), for example"):
+        _ = Compression.compress
+    with pytest.raises(TypeError, match=r"pass Compression.from_spec\(spec\)"):
+        Compression.from_spec.compress(None)
+    with pytest.raises(TypeError, match="made without the variables"):
+        Compression.adacomp([tf.Variable(0.0)])
+    for missing in ("__wrapped__", "_x"):
+        assert not hasattr(Compression, missing)
+
+
+def test_overrides_are_checked_with_one_process_too():
+    with pytest.raises(ValueError, match="the pattern 'nope' matches no parameter; there are 'Variable'"):
+        trained(Compression.adacomp(overrides={"nope": "none"}), "eager")
+
+
+def test_what_is_printed():
+    compression = Compression.adacomp(bin=50)
+    assert repr(compression) == "<hvd_compress.tensorflow compression adacomp:bin=50,c=2>"
+    assert repr(compression.stats) == "<Stats of 0 steps: 0 bytes sent, ratio 1.0>"
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"name": 7}, "name=7 is not allowed; allowed is a string of at least one character"),
+        ({"name": ""}, "name='' is not allowed"),
+        ({"overrides": []}, r"overrides=\[\] is not allowed; allowed is a dict of name pattern to spec"),
+        ({"grad_scaler": tf.keras.mixed_precision.LossScaleOptimizer}, "grad_scaler=.* is not allowed"),
+        ({"exchange": "ring"}, "exchange='ring' is not allowed; allowed is 'auto', 'allgather', 'scatter-gather'"),
         ({"min_numel": -1}, "min_numel=-1 is not allowed; allowed is a whole number from 0 on"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not allowed"),
         ({"seed": -1}, r"seed=-1 is not allowed; allowed is a whole number from 0 to 2\^64 - 1"),

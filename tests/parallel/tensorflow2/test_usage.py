@@ -219,6 +219,20 @@ def test_embeddings(how, as_dense, ranks):
     assert len(names) == (2 if as_dense else 1)
 
 
+@pytest.mark.parametrize("as_dense", [False, True], ids=["sparse", "sparse_as_dense"])
+def test_overrides_can_name_what_has_a_sparse_gradient(as_dense):
+    """As embeddings have."""
+    table, w = tf.Variable(tf.ones([40, 50]), name="embedding/embeddings"), tf.Variable(tf.ones([50, 30]), name="w")
+    compression = Compression.adacomp(overrides={"*/embeddings": "none"})
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [1, 3]) @ w) / 30
+    tape = hvd.DistributedGradientTape(tape, compression=compression, sparse_as_dense=as_dense)
+    gradient = tf.convert_to_tensor(tape.gradient(loss, [table, w])[0])
+    expected = np.zeros((40, 50))
+    expected[[1, 3]] = 1
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
 def test_gradients_that_are_missing_or_the_same():
     a, b, unused = (tf.Variable(tf.zeros([40, 30]), name=name) for name in ("a", "b", "unused"))
     compression = Compression.none(min_numel=0, overrides={"*": "bf16"})
