@@ -9,7 +9,8 @@ except ImportError as error:
     ) from error
 
 from hvd_compress.plan import MismatchError
+from hvd_compress.torch.apmsqueeze import APMSqueeze
 from hvd_compress.torch.compression import Compression
 from hvd_compress.torch.compressor import CodecCompressor
 
-__all__ = ["CodecCompressor", "Compression", "MismatchError"]
+__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError"]

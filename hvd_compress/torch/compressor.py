@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
+from hvd_compress.codecs.base import Momentum
 from hvd_compress.exchange import AUTO, SCATTER_GATHER
 from hvd_compress.message import Flags, Message
 from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, SAME_ON_ALL, check_exchange, check_name, check_seed
@@ -150,9 +151,10 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             return tensor, None
         with torch.no_grad():
             round = self._enter(slot, tensor)
-            context = Context(round, slot, tensor)
-            if slot.segment.bucket is None:
+            context = Context(round, slot, tensor, self._is_dense(slot))
+            if context.dense:
                 return self._dense(context), context
+            assert slot.segment.bucket is not None
             bucket = self._buckets[slot.segment.bucket]
             context.late = bucket.arrive(slot, round)
             if not round.repeat:
@@ -183,15 +185,29 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         round = ctx.round
         with torch.no_grad():
             self._flush(round)
-            if ctx.slot.segment.bucket is None:
+            if ctx.dense:
                 self._finish_dense(ctx, tensor)
             else:
                 self._decode(ctx, tensor)
+            self._handed_out(ctx)
             ctx.slot.hand_out(ctx.grad)
             round.open -= 1
             if round.open == 0:
                 self._close(round)
         return ctx.grad  # type: ignore[no-any-return]
+
+    # --- what another kind of compression may do in another way
+
+    def _is_dense(self, slot: Slot) -> bool:
+        """Whether Horovod's own allreduce carries the gradient in this round."""
+        return slot.segment.bucket is None
+
+    def _momentum(self, slot: Slot, scale: float) -> Momentum | None:
+        """What the gradient, which is in units of that loss scale, is averaged with before it is encoded."""
+        return None
+
+    def _handed_out(self, context: Context) -> None:
+        """The gradient holds the result."""
 
     # --- a round
 
@@ -290,7 +306,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             slot.keep()
         else:
             seed = _kernels.mix_seed(self._seed, round.rank, round.step, slot.segment.index)
-            encoded = slot.encode(flat, seed, writer.room())
+            encoded = slot.encode(flat, seed, writer.room(), self._momentum(slot, round.scale))
             if writer.segments == 0 and context.flat is not None and encoded.finite:
                 context.sample = sample(context.flat).clone()
             payload_bytes, counters.selected = encoded.bytes, encoded.selected

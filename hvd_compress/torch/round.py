@@ -34,8 +34,9 @@ class Round:
 class Context:
     """What `decompress` needs of one `compress`."""
 
-    def __init__(self, round: Round, slot: Slot, grad: torch.Tensor) -> None:
+    def __init__(self, round: Round, slot: Slot, grad: torch.Tensor, dense: bool) -> None:
         self.round = round
+        self.dense = dense  # Horovod's own allreduce carries it
         self.slot = slot
         self.grad = grad
         self.flat: torch.Tensor | None = None  # the gradient's own memory, where it can be written to in order

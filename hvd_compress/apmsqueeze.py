@@ -1,0 +1,99 @@
+"""APMSqueeze's options, and when its first stage ends: what both frameworks' optimizers share.
+
+Tang et al., arXiv 2008.11343. In the first stage training is Adam's, without bias correction. Then the second moment V is
+frozen, and what ranks exchange is the momentum, compressed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvd_compress.codecs import BF16, FP16, Codec, Identity
+
+AUTO = "auto"
+STABLE = 0.96
+"""By what factor the second moment's norm may differ from that of one horizon before, for "auto"."""
+_CHECKS = 100
+"""So many times in a horizon that is looked at."""
+
+
+def check_options(lr: Any, betas: Any, eps: Any, weight_decay: Any, freeze: Any) -> None:
+    """Raises ValueError where one of them is not allowed; the text names it, its value and what is."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not (_is_number(value) and 0 <= value < math.inf):
+            raise ValueError(f"{name}={value!r} is not allowed; allowed is a number from 0 on")
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+        raise ValueError(f"betas={betas!r} is not allowed; allowed are two numbers from 0 to below 1")
+    if not isinstance(freeze, bool):
+        raise ValueError(f"freeze={freeze!r} is not allowed; allowed is True or False")
+
+
+def check_codecs(codecs: Iterable[Codec]) -> None:
+    """Raises ValueError where one loses more than a rounding, and keeps no residual: d_i and D of the algorithm.
+
+    What such a codec adds to a coordinate is as large as the others are, and is divided by the coordinate's own V: it diverges.
+    """
+    for codec in codecs:
+        if not codec.has_residual and not isinstance(codec, (Identity, FP16, BF16)):
+            hint = "; with feedback=true it does" if any(f.name == "feedback" for f in dataclasses.fields(codec)) else ""
+            raise ValueError(f"{codec} keeps no residual, which APMSqueeze needs{hint}")
+
+
+def freeze_step(freeze_step: Any, total_steps: Any = None) -> int | str:
+    """After how many steps V is frozen, or "auto".
+
+    Args:
+        freeze_step: A number of steps, a fraction of `total_steps` (the paper: 0.15), or "auto".
+        total_steps: Of the whole training.
+
+    Raises:
+        ValueError: It is none of them, or a fraction without `total_steps`.
+    """
+    if total_steps is not None and (isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1):
+        raise ValueError(f"total_steps={total_steps!r} is not allowed; allowed is a whole number from 1 on")
+    if freeze_step == AUTO:
+        return AUTO
+    if isinstance(freeze_step, float) and 0 < freeze_step < 1:
+        if total_steps is None:
+            raise ValueError(f"freeze_step={freeze_step!r} is a fraction of total_steps, which was not given")
+        return max(1, round(freeze_step * total_steps))
+    if isinstance(freeze_step, int) and not isinstance(freeze_step, bool) and freeze_step >= 1:
+        return freeze_step
+    raise ValueError(
+        f"freeze_step={freeze_step!r} is not allowed; allowed is a number of steps from 1 on, a fraction of total_steps "
+        f"(0.15), or {AUTO!r}"
+    )
+
+
+def largest_change(beta1: float, beta2: float) -> float:
+    """The largest step that Adam without bias correction can make, in units of lr, whatever the gradients were.
+
+    By Cauchy-Schwarz, |m| <= sqrt(v) (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)). With V frozen that does not hold by
+    itself any more: a compressed momentum has no small coordinates, and one of them over a small V would be a step of any size.
+    """
+    if beta1**2 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+def check_interval(beta2: float) -> int:
+    """How many steps lie between two looks at the second moment's norm."""
+    return max(1, round(1 / (1 - beta2) / _CHECKS))
+
+
+def is_stable(norms: Sequence[float], beta2: float) -> bool:
+    """Whether V may be frozen, by its L1 norms so far, one `check_interval` apart: that it has neither fallen nor, as it does
+    from its start at zero, risen by more than 1 / `STABLE` in the last 1 / (1 - beta2) steps.
+    """  # noqa: D205
+    horizon = round(1 / (1 - beta2) / check_interval(beta2))
+    if len(norms) <= horizon:
+        return False
+    now, before = norms[-1], norms[-1 - horizon]
+    return now > 0 and before > 0 and STABLE <= now / before <= 1 / STABLE
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
