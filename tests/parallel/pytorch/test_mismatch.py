@@ -11,7 +11,9 @@ from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.plan
 import hvd_compress.torch.compressor
+from hvd_compress import PayloadError
 from hvd_compress.torch import Compression, MismatchError
+from hvd_compress.torch.exchange import Exchange
 
 pytestmark = pytest.mark.gloo
 
@@ -174,4 +176,25 @@ def test_rank_without_our_compression():
         torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), mine(compression, hvd.Compression.none)
     )
     with pytest.raises(HorovodInternalError, match=r"(?i)mismatched allreduce tensor shapes"):
+        first_step(model, optimizer, w=random(40, 40))
+
+
+@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp"])
+def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch):
+    """In a scatter-gather one rank alone sees it; the others wait for what it makes of it."""
+    model = Vectors(w=(40, 40))
+    optimizer, _ = distributed(model, spec)
+    first_step(model, optimizer, w=random(40, 40))
+    names = {"allgather": "allgather_async", "scatter-gather": "alltoall_async"}
+    send = getattr(Exchange, names[exchange])
+
+    def damaged(self, name, data, *lengths):
+        data = data.copy()
+        data[(lengths[0][0] if lengths else 0) + 32 + 12 + 5] ^= 0x10  # of what goes to rank 1
+        return send(self, name, data, *lengths)
+
+    if hvd.rank() == 0:
+        monkeypatch.setattr(Exchange, names[exchange], damaged)
+    text = "checksum" if exchange == "allgather" or hvd.rank() == 1 else "what rank 1 received was damaged"
+    with pytest.raises(PayloadError, match=text):
         first_step(model, optimizer, w=random(40, 40))

@@ -11,6 +11,7 @@ from helpers import Compression, Vectors, assert_equal_on_all_ranks, random
 import hvd_compress.plan
 import hvd_compress.tensorflow.tracer
 from hvd_compress.tensorflow import MismatchError
+from hvd_compress.tensorflow.exchange import Exchange
 
 pytestmark = pytest.mark.gloo
 
@@ -139,3 +140,28 @@ def test_process_sets(process_set):
 def test_another_process_set_than_the_tapes_is_refused(process_set):
     with pytest.raises(ValueError, match=r"tape has process_set \d+, its compression 0: give both the same"):
         Vectors(w=(40, 50)).gradients(Compression.bf16(), tf.ones([40, 50]), process_set=process_set)
+
+
+@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp"])
+def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch):
+    """In a scatter-gather one rank alone sees it; the others wait for what it makes of it."""
+    vectors, compression = Vectors(w=(40, 50)), Compression.from_spec(spec)
+    damage = tf.Variable(tf.zeros([], tf.uint8))
+    name = {"allgather": "allgather", "scatter-gather": "alltoall"}[exchange]
+    send = getattr(Exchange, name)
+
+    def damaged(self, name, message, *lengths):
+        if "bucket" not in name:
+            return send(self, name, message, *lengths)
+        place = (lengths[0][0] if lengths else 0) + 32 + 12 + 5  # of what goes to rank 1
+        byte = tf.bitwise.bitwise_xor(message[place], damage)
+        return send(self, name, tf.tensor_scatter_nd_update(message, [[place]], [byte]), *lengths)
+
+    monkeypatch.setattr(Exchange, name, damaged)
+    step = tf.function(lambda g: vectors.gradients(compression, g))
+    step(tf.constant(random(40, 50)))
+    if hvd.rank() == 0:
+        damage.assign(0x10)
+    text = "checksum" if exchange == "allgather" else "rank 1 received was damaged"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        step(tf.constant(random(40, 50)))
