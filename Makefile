@@ -34,6 +34,7 @@ test: setup
 	  $(HOROVODRUN) -np 3 $(MPI) $(PARALLEL)/$$framework && \
 	  $(HOROVODRUN) -np 2 --gloo $(PARALLEL)/$$framework -m "gloo" || exit 1; \
 	done
+	$(HOROVODRUN) -np 4 $(MPI) $(PARALLEL)/pytorch/test_apmsqueeze.py
 
 test-tf215:
 	$(MAKE) test VENV=.venv-tf215 FRAMEWORKS='torch==2.13.0 tensorflow-cpu==2.15.1' TF_USE_LEGACY_KERAS=0
