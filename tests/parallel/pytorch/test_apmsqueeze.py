@@ -94,7 +94,7 @@ def test_step_by_step_it_is_the_oracles(scale, ranks, exchange):
         if exchange == "scatter-gather":  # they make up the whole of it
             assert sum(end - begin for begin, end in places) == np.prod(shape)
         oracle = Ranks(
-            first[name].flatten(),
+            first[name].flatten().numpy(),
             ranks,
             places if exchange == "scatter-gather" else None,
             lr=0.01,
