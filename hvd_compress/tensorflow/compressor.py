@@ -138,7 +138,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             )
             return tensor, None
         if self._exchange.is_alone or found.is_export:
-            self._tracer.policy.check(found.names)
+            self._tracer.check_policy(found)
             return tensor, None
         traced = self._tracer.traced(found)
         member = traced.take(tensor)

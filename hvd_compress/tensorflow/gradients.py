@@ -43,15 +43,15 @@ class Gradients(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Of the variables, as a policy sees them; unique."""
-        names: list[str] = []
+        names: dict[str, None] = {}  # in order
         for place, variable in enumerate(self.variables):
             name = base = variable.name.split(":")[0] if isinstance(variable, tf.Variable) else f"gradient_{place}"
             count = 1
             while name in names:
                 count += 1
                 name = f"{base}_{count}"
-            names.append(name)
-        return names
+            names[name] = None
+        return list(names)
 
     @property
     def dense(self) -> list[int]:

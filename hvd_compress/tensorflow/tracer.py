@@ -62,6 +62,7 @@ class Tracer:
         self._warn = warn
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: Traced | None = None
+        self._checked: Any = None  # gradients whose variables' names were
         self._restored: dict[str, list[Any]] = {}
 
     @property
@@ -88,6 +89,12 @@ class Tracer:
                     f"the checkpoint is of another run: {name!r} is {saved[place]} in it, and {here} here. Restored without "
                     "compression=, the residuals start at zero"
                 )
+
+    def check_policy(self, found: Gradients) -> None:
+        """Raises ValueError where an override names none of the variables; once for gradients that are reduced together."""
+        if self._checked is not found.grads:
+            self.policy.check(found.names)
+            self._checked = found.grads
 
     def traced(self, found: Gradients) -> Traced:
         """What is traced for these gradients; the first time, all of it."""
