@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Iterable
 from typing import Any
 
-from hvd_compress.codecs import BF16, FP16, Codec, Identity
+from hvd_compress.codecs import BF16, FP16, Codec, Identity, parse
 
 AUTO = "auto"
 STABLE = 0.96
 """By what factor the second moment's norm may differ from that of one horizon before, for "auto"."""
 _CHECKS = 100
 """So many times in a horizon that is looked at."""
+_SCALES = {"l1": "onebit:scale=l1", "l2": "onebit:scale=l2"}
 
 
-def check_options(lr: Any, betas: Any, eps: Any, weight_decay: Any, freeze: Any) -> None:
-    """Raises ValueError where one of them is not allowed; the text names it, its value and what is."""
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not (_is_number(value) and 0 <= value < math.inf):
-            raise ValueError(f"{name}={value!r} is not allowed; allowed is a number from 0 on")
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
-        raise ValueError(f"betas={betas!r} is not allowed; allowed are two numbers from 0 to below 1")
-    if not isinstance(freeze, bool):
-        raise ValueError(f"freeze={freeze!r} is not allowed; allowed is True or False")
+def codec_of(codec: str | Codec) -> Codec:
+    """The codec of the optimizers' option: "l2" and "l1" are `onebit` with that scale.
+
+    Raises:
+        ValueError: It is no spec.
+    """
+    return parse(_SCALES.get(codec, codec) if isinstance(codec, str) else codec)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises ValueError where an option is no number from 0 on."""
+    if not (_is_number(value) and 0 <= value < math.inf):
+        raise ValueError(f"{name}={value!r} is not allowed; allowed is a number from 0 on")
+
+
+def check_beta(name: str, value: Any) -> None:
+    """Raises ValueError where an option is no decay."""
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ValueError(f"{name}={value!r} is not allowed; allowed is a number from 0 to below 1")
 
 
 def check_codecs(codecs: Iterable[Codec]) -> None:
@@ -84,16 +96,18 @@ def check_interval(beta2: float) -> int:
     return max(1, round(1 / (1 - beta2) / _CHECKS))
 
 
-def is_stable(norms: Sequence[float], beta2: float) -> bool:
-    """Whether V may be frozen, by its L1 norms so far, one `check_interval` apart: that it has neither fallen nor, as it does
-    from its start at zero, risen by more than 1 / `STABLE` in the last 1 / (1 - beta2) steps.
-    """  # noqa: D205
-    horizon = round(1 / (1 - beta2) / check_interval(beta2))
-    if len(norms) <= horizon:
-        return False
-    now, before = norms[-1], norms[-1 - horizon]
-    return now > 0 and before > 0 and STABLE <= now / before <= 1 / STABLE
+def horizon(beta2: float) -> int:
+    """How many such looks lie between two norms that are compared: 1 / (1 - beta2) steps."""
+    return round(1 / (1 - beta2) / check_interval(beta2))
+
+
+def is_stable(now: Any, before: Any) -> Any:
+    """Whether V may be frozen, by its L1 norms now and one `horizon` before, numbers or tensors of one.
+
+    It must have neither fallen nor, as it does from its start at zero, risen by more than 1 / `STABLE`.
+    """
+    return (before > 0) & (now >= STABLE * before) & (STABLE * now <= before)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

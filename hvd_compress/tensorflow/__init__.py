@@ -1,5 +1,7 @@
 """Gradient compression for `horovod.tensorflow` and `horovod.tensorflow.keras`."""
 
+from typing import TYPE_CHECKING, Any
+
 try:
     import horovod.tensorflow  # noqa: F401
 except ImportError as error:
@@ -12,4 +14,16 @@ from hvd_compress.plan import MismatchError
 from hvd_compress.tensorflow.compression import Compression
 from hvd_compress.tensorflow.compressor import CodecCompressor
 
-__all__ = ["CodecCompressor", "Compression", "MismatchError"]
+if TYPE_CHECKING:
+    from hvd_compress.tensorflow.apmsqueeze import APMSqueeze
+
+__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `APMSqueeze` when it is asked for: it needs a Keras, which nothing else here does."""
+    if name == "APMSqueeze":
+        from hvd_compress.tensorflow.apmsqueeze import APMSqueeze
+
+        return APMSqueeze
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

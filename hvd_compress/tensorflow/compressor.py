@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -27,7 +27,8 @@ from hvd_compress.plan import Plan, Policy
 from hvd_compress.stats import Counters, Stats
 from hvd_compress.tensorflow import ops
 from hvd_compress.tensorflow.exchange import Exchange
-from hvd_compress.tensorflow.gradients import is_loss_scale_optimizer, reduced_together
+from hvd_compress.tensorflow.gradients import Gradients, is_loss_scale_optimizer, reduced_together
+from hvd_compress.tensorflow.group import EncodeInputs
 from hvd_compress.tensorflow.slot import Slot
 from hvd_compress.tensorflow.tracer import Tracer
 
@@ -80,8 +81,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         tf.Module.__init__(self, name="compression")
         if not isinstance(process_set, hvd.ProcessSet):
             raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.tensorflow.ProcessSet")
-        if grad_scaler is not None and not is_loss_scale_optimizer(grad_scaler):
-            raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a Keras LossScaleOptimizer")
+        _check_grad_scaler(grad_scaler)
         policy = Policy(parse(codec), min_numel, {} if overrides is None else overrides)
         check_bucket_bytes(bucket_bytes)
         way = check_exchange(exchange)
@@ -95,7 +95,9 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         self._session.on_warning(_warn)
         self.slots: list[Slot] = []
         self.identity = _Identity(self)
-        self._tracer = Tracer(number, self._exchange, self.slots, policy, bucket_bytes, way, grad_scaler, self._session.warn)
+        self._tracer = Tracer(
+            number, self._exchange, self.slots, policy, bucket_bytes, way, grad_scaler, self._stage_of, self._session.warn
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """It belongs to one optimizer, and its messages may be under way."""
@@ -108,6 +110,21 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
     def __repr__(self) -> str:
         """The spec, with what it is of."""
         return f"<hvd_compress.tensorflow compression {self}>"
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The `LossScaleOptimizer` whose scale residuals follow. Set it before a graph is traced."""
+        return self._tracer.grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, grad_scaler: Any) -> None:
+        _check_grad_scaler(grad_scaler)
+        self._tracer.grad_scaler = grad_scaler
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses the codecs."""
+        return self._tracer.policy
 
     @property
     def plans(self) -> list[Plan]:
@@ -161,6 +178,10 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             return tensor
         traced, member = ctx
         return traced.result(member, tensor)
+
+    def _stage_of(self, found: Gradients, world: tf.Tensor, scale: tf.Tensor) -> Callable[[Any], EncodeInputs]:
+        """What else decides, in the graph, what is sent of each variable: see `StageOf`."""
+        return lambda variable: EncodeInputs()
 
     # --- what was sent
 
@@ -220,6 +241,11 @@ class _Identity(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def deserialize(self, text: str) -> None:
         self._compressor.check_identity(json.loads(text))
+
+
+def _check_grad_scaler(grad_scaler: Any) -> None:
+    if grad_scaler is not None and not is_loss_scale_optimizer(grad_scaler):
+        raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a Keras LossScaleOptimizer")
 
 
 def _warn(text: str) -> None:

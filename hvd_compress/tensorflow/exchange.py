@@ -39,6 +39,12 @@ class Exchange(Members):
         )
         return received
 
+    def sum(self, name: str, value: tf.Tensor) -> tf.Tensor:
+        """The sum over the ranks of a number."""
+        return hvd.allreduce(
+            value, op=hvd.Sum, name=f"{self.prefix}.{name}", ignore_name_scope=True, process_set=self.process_set
+        )
+
     def allgather_now(self, name: str, data: np.ndarray) -> Gathered:
         """Begins an allgather beside whatever is being traced."""
         return Gathered(lambda: self._run(name, data))

@@ -23,14 +23,19 @@ class Gradients(NamedTuple):
         variables: As many; of what each is the gradient.
         op: The user's.
         process_set: The user's.
-        loss_scale_optimizer: Keras' LossScaleOptimizer that asked for the gradients, if one did.
+        callers: Objects whose methods asked for the gradients, the innermost first.
     """
 
     grads: Sequence[Any]
     variables: Sequence[Any]
     op: Any
     process_set: Any
-    loss_scale_optimizer: Any
+    callers: Sequence[Any]
+
+    @property
+    def loss_scale_optimizer(self) -> Any:
+        """Keras' LossScaleOptimizer that asked for the gradients; None where none did."""
+        return next((caller for caller in self.callers if is_loss_scale_optimizer(caller)), None)
 
     @property
     def is_export(self) -> bool:
@@ -71,18 +76,18 @@ def reduced_together(tensor: tf.Tensor) -> Gradients | None:
             and isinstance(variables, (list, tuple))
             and any(grad is tensor for grad in grads)
         ):
-            return Gradients(grads, variables, found.get("op"), found.get("process_set"), _loss_scale_optimizer(frame))
+            return Gradients(grads, variables, found.get("op"), found.get("process_set"), _callers(frame))
         frame = frame.f_back
     return None
 
 
-def _loss_scale_optimizer(frame: FrameType | None) -> Any:
+def _callers(frame: FrameType | None) -> list[Any]:
+    callers = []
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if is_loss_scale_optimizer(caller):
-            return caller
+        if "self" in frame.f_locals:
+            callers.append(frame.f_locals["self"])
         frame = frame.f_back
-    return None
+    return callers
 
 
 def is_loss_scale_optimizer(candidate: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Group:
                 refused.append(segment.parameter.name)
         return refused
 
-    def trace(self, found: Gradients, session_number: int, exchange: Exchange, scaler: Any) -> Traced:
+    def trace(self, found: Gradients, session_number: int, exchange: Exchange, scaler: Any, stage_of: StageOf) -> Traced:
         """Adds to the graph what comes before Horovod's own allreduces."""
         session = _kernels.session(session_number)
         grads = [found.grads[place] for place in found.dense]
@@ -68,38 +69,39 @@ class Group:
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
-            traced = Traced(
-                found.grads, grads, self.slots, common, f"hvd_compress_{name}", {}, {}, self._codecs, collections.Counter()
-            )
             world = exchange.world()
             scale = loss_scale(scaler)
+            stage = stage_of(found, world, scale)
+            traced = Traced(found.grads, grads, self.slots, common, f"hvd_compress_{name}", self._codecs)
             states = [slot.state.handle for slot in self.slots]
             for bucket in self._buckets:
-                messages, stand_ins = zip(
-                    *(
-                        ops.library().hvd_compress_encode(
-                            grad=grads[member],
-                            residual=self.slots[member].residual.handle,
-                            piece_residual=self.slots[member].piece_residual.handle,
-                            state=states[member],
-                            world=world,
-                            scale=scale,
-                            dense=False,
-                            weights=[],
-                            momentum=[],
-                            variable=_handle(variables[member]),
-                            member=member,
-                            scattered_bucket=bucket.number if bucket.scattered else -1,
-                            name=f"hvd_compress_{name}_gradient_{member}",
-                            **common,
-                        )
-                        for member in bucket.members
-                    ),
-                    strict=True,
-                )
+                messages, stand_ins, denses = [], [], []
+                for member in bucket.members:
+                    dense, weights, momentum = stage(variables[member])
+                    message, stand_in = ops.library().hvd_compress_encode(
+                        grad=grads[member],
+                        residual=self.slots[member].residual.handle,
+                        piece_residual=self.slots[member].piece_residual.handle,
+                        state=states[member],
+                        world=world,
+                        scale=scale,
+                        dense=dense,
+                        weights=weights,
+                        momentum=momentum,
+                        variable=_handle(variables[member]),
+                        member=member,
+                        scattered_bucket=bucket.number if bucket.scattered else -1,
+                        name=f"hvd_compress_{name}_gradient_{member}",
+                        **common,
+                    )
+                    messages.append(message)
+                    stand_ins.append(stand_in)
+                    denses.append(dense)
                 gathered, places = self._exchanged(bucket, messages, world, exchange, name, common)
                 for row, member in enumerate(bucket.members):
-                    traced.gathered[member] = GatheredMember(stand_ins[row], gathered, places, row, bucket.scattered)
+                    traced.gathered[member] = GatheredMember(
+                        stand_ins[row], denses[row], gathered, places, row, bucket.scattered
+                    )
             for member, grad in enumerate(grads):
                 if member not in self._gathered and grad.dtype in ops.DTYPES:
                     traced.arrived[member] = ops.library().hvd_compress_arrive(
@@ -153,6 +155,25 @@ class Group:
         return gathered, places
 
 
+class EncodeInputs(NamedTuple):
+    """What decides, in the graph, what of a variable's gradient is sent; see the op Encode.
+
+    Attributes:
+        dense: Whether Horovod's own allreduce carries it in this step (bool, no dimensions).
+        weights: Of the gradient and of the momentum (float32 [2]), or none.
+        momentum: What the gradient is averaged with (float32, its shape), or none.
+    """
+
+    dense: Any = False
+    weights: Any = ()
+    momentum: Sequence[tf.Tensor] = ()
+
+
+StageOf = Callable[[Gradients, tf.Tensor, tf.Tensor], Callable[[Any], EncodeInputs]]
+"""Of what is reduced together, the own rank and the number of ranks (int32 [2]) and the loss scale (float32, no dimensions),
+gives what `EncodeInputs` each of the variables has."""
+
+
 class _Bucket(NamedTuple):
     """Members that travel in one message, each with its number of elements."""
 
@@ -170,6 +191,7 @@ class GatheredMember(NamedTuple):
 
     Attributes:
         stand_in: What Horovod's own allreduce gets.
+        dense: Whether that is the gradient itself.
         gathered: The messages of all ranks.
         places: Where the payloads of the bucket's members are in them.
         row: The member's, in `places`.
@@ -177,13 +199,15 @@ class GatheredMember(NamedTuple):
     """
 
     stand_in: tf.Tensor
+    dense: Any
     gathered: tf.Tensor
     places: tf.Tensor
     row: int
     scattered: bool
 
 
-class Traced(NamedTuple):
+@dataclasses.dataclass
+class Traced:
     """A group in one graph.
 
     Attributes:
@@ -192,9 +216,9 @@ class Traced(NamedTuple):
         slots: What is kept of its members.
         common: Attributes that all ops have.
         prefix: Begins the names of tensors that Horovod names its operations after.
+        codecs: Of its members, by the first plan.
         gathered: By member, what is gathered.
         arrived: By member, a gradient that Horovod's own allreduce is to carry.
-        codecs: Of its members, by the first plan.
         taken: How often `compress` has been called with a gradient, by its id.
     """
 
@@ -203,10 +227,10 @@ class Traced(NamedTuple):
     slots: list[Slot]
     common: dict[str, int]
     prefix: str
-    gathered: dict[int, GatheredMember]
-    arrived: dict[int, tf.Tensor]
     codecs: list[Codec]
-    taken: collections.Counter[int]
+    gathered: dict[int, GatheredMember] = dataclasses.field(default_factory=dict)
+    arrived: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    taken: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def take(self, tensor: tf.Tensor) -> int:
         """The member whose gradient that is; where several have the same tensor, the next one."""
@@ -228,14 +252,14 @@ class Traced(NamedTuple):
         """The mean or sum of a member's gradients, from what Horovod's own allreduce gave."""
         grad, state = self.grads[member], self.slots[member].state.handle
         if member in self.gathered:
-            _, gathered, places, row, scattered = self.gathered[member]
+            _, dense, gathered, places, row, scattered = self.gathered[member]
             result = ops.library().hvd_compress_decode(
                 state=state,
                 gathered=gathered,
                 places=places,
                 stand_in=reduced,
                 grad=grad,
-                dense=False,
+                dense=dense,
                 member=member,
                 row=row,
                 scattered=scattered,

@@ -16,7 +16,7 @@ from hvd_compress.options import PLAN_SECONDS, SAME_ON_ALL
 from hvd_compress.plan import MismatchError, Parameter, Plan, Policy, compare_announcements
 from hvd_compress.tensorflow.exchange import Exchange, Gathered
 from hvd_compress.tensorflow.gradients import Gradients
-from hvd_compress.tensorflow.group import Group, Traced
+from hvd_compress.tensorflow.group import Group, StageOf, Traced
 from hvd_compress.tensorflow.slot import Slot
 
 _compressions_of: dict[int, tuple[Any, set[int]]] = {}
@@ -36,6 +36,7 @@ class Tracer:
         bucket_bytes: See `Plan`.
         way: The exchange, see `Plan`.
         grad_scaler: The user's LossScaleOptimizer, or None.
+        stage_of: What else decides what is sent.
         warn: Says something to the user, once.
     """
 
@@ -48,6 +49,7 @@ class Tracer:
         bucket_bytes: int,
         way: str,
         grad_scaler: Any,
+        stage_of: StageOf,
         warn: Callable[[str], None],
     ) -> None:
         self.policy = policy
@@ -58,7 +60,8 @@ class Tracer:
         self._by_variable: dict[int, Slot] = {}
         self._bucket_bytes = bucket_bytes
         self._way = way
-        self._grad_scaler = grad_scaler
+        self.grad_scaler = grad_scaler
+        self._stage_of = stage_of
         self._warn = warn
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: Traced | None = None
@@ -100,7 +103,8 @@ class Tracer:
         """What is traced for these gradients; the first time, all of it."""
         if self._traced is None or self._traced.found is not found.grads:
             self._check(found)
-            self._traced = self._group(found).trace(found, self._number, self._exchange, self._scaler(found))
+            group = self._group(found)
+            self._traced = group.trace(found, self._number, self._exchange, self._scaler(found), self._stage_of)
         return self._traced
 
     def set_policy(self, policy: Policy) -> None:
@@ -124,7 +128,7 @@ class Tracer:
             )
 
     def _scaler(self, found: Gradients) -> Any:
-        return self._grad_scaler if self._grad_scaler is not None else found.loss_scale_optimizer
+        return self.grad_scaler if self.grad_scaler is not None else found.loss_scale_optimizer
 
     # --- groups and slots
 

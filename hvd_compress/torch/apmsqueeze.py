@@ -19,8 +19,6 @@ from hvd_compress.torch.memory import vector
 from hvd_compress.torch.round import Context
 from hvd_compress.torch.slot import Slot
 
-_CODECS = {"l1": "onebit:scale=l1", "l2": "onebit:scale=l2"}
-
 
 class APMSqueeze(torch.optim.Optimizer):
     """APMSqueeze (Tang et al., arXiv 2008.11343, algorithm 1), the first 1-bit Adam.
@@ -81,7 +79,15 @@ class APMSqueeze(torch.optim.Optimizer):
         """See `torch.optim.Optimizer.add_param_group`. A group that is added later begins with its own first stage."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        apmsqueeze.check_options(*(group[option] for option in ("lr", "betas", "eps", "weight_decay", "freeze")))
+        for option in ("lr", "eps", "weight_decay"):
+            apmsqueeze.check_number(option, group[option])
+        betas, freeze = group["betas"], group["freeze"]
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2):
+            raise ValueError(f"betas={betas!r} is not allowed; allowed are two numbers from 0 to below 1")
+        for place, beta in enumerate(betas):
+            apmsqueeze.check_beta(f"betas[{place}]", beta)
+        if not isinstance(freeze, bool):
+            raise ValueError(f"freeze={freeze!r} is not allowed; allowed is True or False")
         group["freeze_step"] = apmsqueeze.freeze_step(group["freeze_step"])
         group.setdefault("step", 0)
         group.setdefault("frozen", False)
@@ -98,7 +104,7 @@ class APMSqueeze(torch.optim.Optimizer):
     def compression(self) -> Any:
         """What to pass to `hvd.DistributedOptimizer` as ``compression=``."""
         if self._handed is None:
-            self._handed = MomentumCompressor(_CODECS.get(str(self._codec), self._codec), self, **self._options)
+            self._handed = MomentumCompressor(apmsqueeze.codec_of(self._codec), self, **self._options)
         return self._handed
 
     @property
@@ -157,8 +163,9 @@ class APMSqueeze(torch.optim.Optimizer):
         if group["step"] % apmsqueeze.check_interval(beta2) != 0:
             return False
         norms = [torch.linalg.vector_norm(self.state[p]["exp_avg_sq"], 1, dtype=torch.float64) for p in group["params"]]
-        group["norms"] = [*group["norms"], float(sum(norm.item() for norm in norms))][-200:]
-        stable = apmsqueeze.is_stable(group["norms"], beta2)
+        horizon = apmsqueeze.horizon(beta2)
+        group["norms"] = [*group["norms"], float(sum(norm.item() for norm in norms))][-horizon - 1 :]
+        stable = len(group["norms"]) > horizon and apmsqueeze.is_stable(group["norms"][-1], group["norms"][0])
         if isinstance(self._handed, MomentumCompressor):
             stable = self._handed.agree(stable)
         if stable:

@@ -21,7 +21,7 @@ class Ranks:
             (allgather), and their mean is not compressed again.
         lr, beta1, beta2, eps, weight_decay: The optimizer's.
         freeze_step: T_w.
-        scale: Of `compress`.
+        scale: Of `compress`; None: nothing is compressed.
     """
 
     def __init__(self, x, ranks, pieces, lr, beta1, beta2, eps, weight_decay, freeze_step, scale="l2"):
@@ -53,6 +53,8 @@ class Ranks:
         self.x[moves] -= self.lr * change[moves]
 
     def _exchanged(self, momenta):
+        if self.scale is None:
+            return sum(momenta) / self.ranks
         sent = []
         for i, momentum in enumerate(momenta):
             u = momentum + self.worker[i]

@@ -66,7 +66,7 @@ class Bench:
             scale=scale,
             dense=dense,
             weights=tf.constant(weights, tf.float32, [len(weights)]),
-            momentum=[m.handle for m in momentum],
+            momentum=list(momentum),
             variable=[v.handle for v in variable],
             member=member,
             scattered_bucket=-1,
@@ -101,6 +101,11 @@ class Bench:
             scattered=False,
             **self.common,
         )
+
+    def finish(self, message, grad):
+        """What comes after `encode`: two ranks have sent the same."""
+        gathered = tf.concat([message, message], 0)
+        return self.decode(gathered, self.unpack(gathered), grad)
 
     def dense(self, op, grad, member, **attributes):
         return getattr(ops.library(), f"hvd_compress_{op}")(
@@ -194,6 +199,81 @@ def test_the_stand_in():
     for rank in range(3):
         _, stand_in = Bench("none").encode_op(tf.ones([4]), world=(rank, 3))
         np.testing.assert_array_equal(stand_in, np.float32([1, rank / 3, (DIGEST & 255) / 256, (DIGEST >> 8 & 255) / 256]))
+
+
+# --- momentum, and steps in which Horovod's own allreduce carries the gradient
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16, tf.float64])
+@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l2", "qsgd:bits=4", "none"])
+def test_a_gradient_is_averaged_with_its_momentum(spec, dtype):
+    bench, n = Bench(spec), 300
+    grad, momentum = tf.cast(gradient(n), dtype), gradient(n, 9)
+    for step in (1, 2):
+        residual = bench.residual().copy()
+        mean = tf.cast(grad, tf.float32).numpy() * np.float32(0.25) + momentum * np.float32(0.75)
+        expected, _, left = encode(bench.codecs[0], mean, residual if residual.size else None, mixed(step))
+        message, _ = bench.encode_op(grad, momentum=[tf.constant(momentum)], weights=[0.25, 0.75])
+        assert payload_of(message).tobytes() == expected.tobytes()
+        if left is not None:
+            assert bench.residual().tobytes() == left.tobytes()
+        bench.finish(message, grad)
+
+
+def test_what_a_codec_before_has_left_is_sent_with_the_momentum():
+    bench = Bench("onebit:scale=l2")
+    grad, momentum = tf.constant(gradient(30)), tf.constant(gradient(30, 9))
+    bench.finish(bench.encode(grad), grad)
+    left = bench.residual().copy()
+    bench.session.set_codec(0, parse("none").kernel, False)
+    message, _ = bench.encode_op(grad, momentum=[momentum], weights=[0.25, 0.75])
+    sent = decode(parse("none"), payload_of(message), 30)
+    np.testing.assert_allclose(sent, 0.25 * grad + 0.75 * momentum + left, rtol=1e-6, atol=1e-6)
+    assert bench.residual().size == 0
+
+
+def test_a_momentum_that_does_not_fit_is_refused():
+    bench = Bench("onebit:scale=l2")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a momentum of 3 elements for a gradient of 4"):
+        bench.encode_op(tf.ones([4]), momentum=[tf.ones([3])], weights=[0.1, 0.9])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="weights has 0 elements, not 2"):
+        bench.encode_op(tf.ones([4]), momentum=[tf.ones([4])])
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16, tf.float64])
+def test_a_dense_step(dtype):
+    """The gradient is the stand-in; nothing is encoded, and nothing left."""
+    bench, grad = Bench("onebit:scale=l2"), tf.cast(tf.reshape(gradient(12), [3, 4]), dtype)
+    message, stand_in = bench.encode_op(grad, dense=True)
+    np.testing.assert_array_equal(stand_in, tf.cast(tf.reshape(grad, [-1]), tf.float32))
+    assert payload_of(message).size == 0
+    assert bench.residual().size == 0
+    gathered = tf.concat([message, message], 0)
+    result = bench.decode(gathered, bench.unpack(gathered), grad, stand_in=2 * stand_in, dense=True)
+    np.testing.assert_array_equal(tf.cast(result, tf.float32), 2 * tf.cast(grad, tf.float32))
+    steps, (last,), _, of_last = bench.session.stats()
+    assert (steps, of_last) == (1, [0])
+    assert last.reduced_bytes == 12 * 4
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a dense result of 4 elements for a gradient of 12"):
+        bench.decode(gathered, bench.unpack(gathered), grad, dense=True)
+
+
+def test_a_dense_gradient_that_is_not_finite_undoes_what_others_have_encoded():
+    bench = Bench("onebit:scale=l2", "onebit:scale=l2")
+    grad, bad = tf.constant(gradient(30)), tf.constant([1.0, np.inf])
+    before = None
+    for other in (tf.ones([2]), bad):
+        first, _ = bench.encode_op(grad)
+        second, stand_in = bench.encode_op(other, 1, dense=True)
+        message = bench.pack([first, second])
+        gathered = tf.concat([message, message], 0)
+        places = bench.unpack(gathered)
+        bench.decode(gathered, places, grad)
+        result = bench.decode(gathered, places, other, 1, stand_in, dense=True)
+        assert bool(tf.reduce_all(tf.math.is_finite(result))) == (other is not bad)
+        if before is not None:
+            np.testing.assert_array_equal(bench.residual(), before)
+        before = bench.residual()
 
 
 def test_several_members_travel_in_one_message():

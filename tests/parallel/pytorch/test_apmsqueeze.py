@@ -217,14 +217,15 @@ def test_auto_waits_for_the_last_rank(monkeypatch, ranks):
     optimizer, compression = squeezed(model, freeze_step="auto", betas=(0.9, 0.9))
     asked = []
 
-    def is_stable(norms, beta2):
-        asked.append(len(norms))
-        return len(norms) >= 4 + hvd.rank()
+    def is_stable(now, before):
+        asked.append((now, before))
+        return len(asked) >= 4 + hvd.rank()
 
     monkeypatch.setattr(apmsqueeze, "is_stable", is_stable)
-    for step in range(10):
+    for step in range(20):
         train(model, optimizer, [step])
-    assert asked == list(range(1, 4 + ranks))
+    assert len(asked) == 3 + ranks
+    assert asked[0][1] < asked[1][1] < asked[0][0]  # the first norm, the second, and that of one horizon later
     assert gather(optimizer.param_groups[0]["frozen"]) == [True] * ranks
     assert compression.stats.step.exchanges != {"allreduce"}
 

@@ -1,11 +1,5 @@
 """TensorFlow's side of ../conftest.py. Every test runs twice: with each exchange, whichever "auto" would choose."""
 
-import importlib.util
-import os
-
-if importlib.util.find_spec("tf_keras"):
-    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Horovod's Keras is the one before Keras 3
-
 import helpers
 import horovod.tensorflow as hvd
 import pytest
