@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from hvd_compress.bench import codecs, keras
+from hvd_compress.bench import cluster, codecs, exchange, keras
 
 
 def main() -> None:
     """Parses the command line and runs one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m hvd_compress.bench", description="Benchmarks of hvd_compress.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in {"codecs": codecs, "keras": keras}.items():
+    for name, module in {"codecs": codecs, "exchange": exchange, "keras": keras, "cluster": cluster}.items():
         command = commands.add_parser(name, help=str(module.__doc__).splitlines()[0], description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
