@@ -131,7 +131,9 @@ class Cluster:
             "--mca plm_rsh_no_tree_spawn 1 --mca btl tcp,self --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 "
             "--mca mpi_yield_when_idle 1 --mca orte_tag_output 0"  # there may be fewer cores than hosts
         ).split()
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, CARD: "eth0", RATE: self._rate or "", "TMPDIR": str(self._folder)}
+        # Without what a process that has initialized MPI by itself has in its environment: mpirun would take it for its own.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}
+        environment = {"OMP_NUM_THREADS": "1", **kept, CARD: "eth0", RATE: self._rate or "", "TMPDIR": str(self._folder)}
         exported = [part for name in ("OMP_NUM_THREADS", CARD, RATE) for part in ("-x", name)]
         whole = [*mpirun, "--mca", "plm_rsh_agent", str(self._agent), *exported, *command]
         first = [str(self._agent), "10.77.0.1", shlex.join(whole)]
