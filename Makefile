@@ -35,6 +35,7 @@ test: setup
 	  $(HOROVODRUN) -np 2 --gloo $(PARALLEL)/$$framework -m "gloo" || exit 1; \
 	done
 	$(HOROVODRUN) -np 4 $(MPI) $(PARALLEL)/pytorch/test_apmsqueeze.py
+	$(HOROVODRUN) -np 4 $(MPI) $(PARALLEL)/tensorflow2/test_apmsqueeze.py
 	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/training/test_pytorch.py
 	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/training/test_tensorflow2.py
 
