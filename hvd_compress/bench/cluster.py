@@ -3,8 +3,8 @@
 ``python -m hvd_compress.bench cluster --hosts 4 --rate 1gbit -- exchange --codec onebit``
 
 Hosts are network namespaces with a host name and an address of their own, on one bridge. Their cards are limited in both
-directions, and count what they send. This needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and Open MPI. All is
-removed when it ends, also when it is killed.
+directions, and count what they send. This needs Linux, root, iproute2 (ip, tc), util-linux (unshare), hostname and Open MPI.
+All is removed when it ends, also when it is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import TracebackType
 
 CARD, RATE = "HVD_COMPRESS_BENCH_CARD", "HVD_COMPRESS_BENCH_RATE"
 """Environment variables of the processes: the name of the host's card, and its rate."""
-_NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mpirun": "Open MPI"}
+_NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname", "mpirun": "Open MPI"}
 
 _AGENT = """#!/bin/sh
 # What mpirun takes instead of ssh: agent [options] 10.77.0.N command...

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from hvd_compress.bench.cluster import CARD, RATE
+from hvd_compress.codecs import parse
+from hvd_compress.options import check_bucket_bytes, check_exchange
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hvd_compress.torch import Compression
 
+    _check(arguments)
     hvd.init()
     torch.set_num_threads(1)
     sizes = [arguments.elements // arguments.tensors] * arguments.tensors
@@ -52,9 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     compressions: dict[str, Any] = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
     for spec in arguments.codec or ["onebit"]:
         named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-        compressions[spec] = Compression.from_spec(
-            spec, named, min_numel=0, overrides={"*": spec}, exchange=arguments.exchange, **options
-        )
+        compressions[spec] = Compression.from_spec(spec, named, min_numel=0, exchange=arguments.exchange, **options)
     seconds: dict[str, list[float]] = {name: [] for name in compressions}
     spent: dict[str, list[float]] = {name: [] for name in compressions}
     for repetition in range(arguments.repetitions + 1):  # the first one does not count
@@ -73,6 +74,22 @@ def run(arguments: argparse.Namespace) -> None:
     rows = [_row(name, seconds, spent, compressions[name], arguments, hvd.size()) for name in compressions]
     if hvd.rank() == 0:
         _show(rows, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for option in ("elements", "tensors", "repetitions"):
+        if getattr(arguments, option) < 1:
+            raise SystemExit(f"--{option} {getattr(arguments, option)} is not allowed; allowed is a whole number from 1 on")
+    if arguments.elements % arguments.tensors != 0:
+        raise SystemExit(f"--elements {arguments.elements} cannot be divided into --tensors {arguments.tensors} of one size")
+    try:
+        for spec in arguments.codec or []:
+            parse(spec)
+        check_exchange(arguments.exchange)
+        if arguments.bucket_bytes is not None:
+            check_bucket_bytes(arguments.bucket_bytes)
+    except ValueError as error:
+        raise SystemExit(f"exchange: {error}") from None
 
 
 def bytes_of_card(name: str | None) -> int:

@@ -24,11 +24,7 @@ REGISTER_OP("HvdCompressEncode")
     .Output("message: uint8")
     .Output("stand_in: float")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
-      return tensorflow::OkStatus();
-    })
+    .SetShapeFn(vectors)
     .Doc(R"doc(
 Encodes a gradient together with its residual, as a message of one segment.
 

@@ -29,7 +29,7 @@ REGISTER_OP("HvdCompressPack")
     .Input("messages: N * uint8")
     .Output("message: uint8")
     .SetIsStateful()
-    .SetShapeFn(vector_of_bytes)
+    .SetShapeFn(vectors)
     .Doc("Joins a bucket's messages of one segment into one of all.");
 
 REGISTER_OP("HvdCompressUnpack")

@@ -34,8 +34,8 @@ using RefVar = tensorflow::core::RefCountPtr<Var>;
 #define HVD_MEMBER_ATTRS HVD_SESSION_ATTRS.Attr("member: int").Attr("T: {half, bfloat16, float, double}")
 #define HVD_STATE_INPUT Input("state: resource")
 
-inline tensorflow::Status vector_of_bytes(InferenceContext* c) {
-  c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+inline tensorflow::Status vectors(InferenceContext* c) {
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
   return tensorflow::OkStatus();
 }
 

@@ -17,11 +17,7 @@ REGISTER_OP("HvdCompressScatter")
     .Output("messages: uint8")
     .Output("lengths: int32")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
-      return tensorflow::OkStatus();
-    })
+    .SetShapeFn(vectors)
     .Doc(R"doc(
 Makes of a bucket's message one for each rank, of its chunk.
 
@@ -40,7 +36,7 @@ REGISTER_OP("HvdCompressReduce")
     .Input("state: N * resource")
     .Output("message: uint8")
     .SetIsStateful()
-    .SetShapeFn(vector_of_bytes)
+    .SetShapeFn(vectors)
     .Doc(R"doc(
 Takes the mean of what all ranks sent of the own chunk, and encodes it again.
 

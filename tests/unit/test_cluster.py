@@ -89,6 +89,23 @@ def test_the_status_of_the_command_is_its_own():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--tensors", "0"], "--tensors 0 is not allowed; allowed is a whole number from 1 on"),
+        (["--elements", "10", "--tensors", "3"], "--elements 10 cannot be divided into --tensors 3 of one size"),
+        (["--codec", "twobit"], "twobit"),
+        (["--exchange", "ring"], "exchange='ring' is not allowed"),
+        (["--bucket-bytes", "0"], "bucket_bytes=0 is not allowed"),
+    ],
+)
+def test_options_of_an_exchange_that_are_not_allowed(arguments, text):
+    done = subprocess.run([*BENCH, "exchange", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
         (["--hosts", "0", "--", "exchange"], "--hosts 0 is not allowed; allowed is a number from 1 to 250"),
         (["--rate", "fast", "--", "exchange"], "--rate fast is not allowed; allowed is a rate such as 100mbit or 1gbit"),
         ([], "no command was given; for example: cluster --hosts 4 --rate 1gbit -- exchange"),
