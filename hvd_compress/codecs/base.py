@@ -185,9 +185,18 @@ class Codec:
             PayloadError: The payload (uint8) is not one that `encode` wrote for n elements. It is checked before it is used:
                 nothing outside of the two vectors is touched, and `out` not either where the checksum does not match.
         """
-        if payload.dtype != "uint8" or out.dtype != "float32":
-            raise ValueError(f"decodes uint8 into float32, not {payload.dtype} into {out.dtype}")
+        _check_decoding([payload], out)
         self.kernel.decode_add(payload.address, payload.length, weight, out.address, out.length)
+
+    def decode(self, payloads: Sequence[Vector], weight: float, out: Vector) -> None:
+        """Replaces `out` (n float32) by ``weight`` times the sum of what several payloads hold; zeros where there is none.
+
+        Raises:
+            PayloadError: As in `decode_add`.
+        """
+        _check_decoding(payloads, out)
+        places = [(payload.address, payload.length) for payload in payloads]
+        _kernels.decode_sum(self.kernel, places, weight, out.address, out.length)
 
     @cached_property
     def kernel(self) -> _kernels.Codec:
@@ -213,6 +222,12 @@ class Codec:
         value = getattr(self, option)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._refuse(option, f"a whole number from {low} to {high}")
+
+
+def _check_decoding(payloads: Sequence[Vector], out: Vector) -> None:
+    for dtype in [payload.dtype for payload in payloads] or ["uint8"]:
+        if dtype != "uint8" or out.dtype != "float32":
+            raise ValueError(f"decodes uint8 into float32, not {dtype} into {out.dtype}")
 
 
 def _encoded(encoded: _kernels.Encoded) -> Encoded:

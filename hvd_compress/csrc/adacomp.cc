@@ -230,7 +230,7 @@ class AdaComp final : public Codec {
     return encoded;
   }
 
-  void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
+  void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const override {
     check_seal(payload, bytes);
     if (bytes < kHeaderBytes || (bytes - kHeaderBytes) % width_ != 0)
       throw MalformedPayload("AdaComp payload of " + std::to_string(bytes) + " bytes is not a header and whole words");
@@ -242,6 +242,7 @@ class AdaComp final : public Codec {
       std::fill(out, out + n, scale);
       return;
     }
+    if (!add) std::fill(out, out + n, 0.0f);
     scatter(payload + kHeaderBytes, count, weight * scale, out, n);
   }
 

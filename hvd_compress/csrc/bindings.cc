@@ -21,6 +21,12 @@ namespace {
 uint8_t* bytes_at(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
 float* floats_at(uintptr_t address) { return reinterpret_cast<float*>(address); }
 
+std::vector<Bytes> bytes_of(const std::vector<std::pair<uintptr_t, size_t>>& payloads) {
+  std::vector<Bytes> all;
+  for (const auto& [address, bytes] : payloads) all.emplace_back(bytes_at(address), bytes);
+  return all;
+}
+
 // Offset and length of each payload by its segment's index, in the order in which they stand in the message.
 py::tuple as_tuple(const Message& message) {
   py::dict payloads;
@@ -64,8 +70,7 @@ void bind_chunks(py::module_& m) {
   m.def("encode_again", [](const Codec& codec, const std::vector<std::pair<uintptr_t, size_t>>& payloads, float weight,
                            uintptr_t residual_in, uintptr_t residual_out, size_t n, uint64_t seed, uintptr_t scratch,
                            uintptr_t out) {
-    std::vector<Bytes> all;
-    for (const auto& [address, bytes] : payloads) all.emplace_back(bytes_at(address), bytes);
+    const std::vector<Bytes> all = bytes_of(payloads);
     py::gil_scoped_release release;
     return encode_again(codec, all, weight, floats_at(residual_in), floats_at(residual_out), n, seed, floats_at(scratch),
                         bytes_at(out));
@@ -162,7 +167,7 @@ PYBIND11_MODULE(_kernels, m) {
       .def("decode_add",
            [](const Codec& codec, uintptr_t payload, size_t bytes, float weight, uintptr_t out, size_t n) {
              py::gil_scoped_release release;
-             codec.decode_add(bytes_at(payload), bytes, weight, floats_at(out), n);
+             codec.decode(bytes_at(payload), bytes, weight, true, floats_at(out), n);
            })
       .def_property_readonly("grain", &Codec::grain)
       .def("cut", [](const Codec& codec, uintptr_t payload, size_t bytes, size_t n, size_t begin, size_t end, size_t cursor,
@@ -171,6 +176,12 @@ PYBIND11_MODULE(_kernels, m) {
         return py::make_tuple(size, cursor);
       });
 
+  m.def("decode_sum", [](const Codec& codec, const std::vector<std::pair<uintptr_t, size_t>>& payloads, float weight,
+                         uintptr_t out, size_t n) {
+    const std::vector<Bytes> all = bytes_of(payloads);
+    py::gil_scoped_release release;
+    decode_sum(codec, all, weight, floats_at(out), n);
+  });
   m.def("mix_seed", &mix_seed, py::arg("seed"), py::arg("rank"), py::arg("step"), py::arg("segment"));
   using StandIn = std::array<float, kStandIn>;
   m.def("make_stand_in", [](int64_t rank, int64_t ranks, uint64_t digest) {

@@ -48,13 +48,13 @@ HVD_INLINE int32_t encode_all(const Gradient& grad, size_t n, uint8_t* out) {
   return largest;
 }
 
-template <Kind kind>
+template <Kind kind, bool add>
 HVD_INLINE void decode_all(const uint8_t* in, float weight, float* __restrict out, size_t n) {
   Wire<kind> wire[kTile];
   for (size_t begin = 0; begin < n; begin += kTile) {
     const size_t count = std::min(kTile, n - begin);
     std::memcpy(wire, in + begin * sizeof(wire[0]), count * sizeof(wire[0]));
-    for (size_t i = 0; i < count; ++i) out[begin + i] += weight * from_wire<kind>(wire[i]);
+    for (size_t i = 0; i < count; ++i) out[begin + i] = (add ? out[begin + i] : 0.0f) + weight * from_wire<kind>(wire[i]);
   }
 }
 
@@ -66,12 +66,17 @@ HVD_SIMD int32_t encode_any(Kind kind, const Gradient& grad, size_t n, uint8_t* 
   }
 }
 
-HVD_SIMD void decode_any(Kind kind, const uint8_t* in, float weight, float* out, size_t n) {
+template <bool add>
+HVD_INLINE void decode_any(Kind kind, const uint8_t* in, float weight, float* out, size_t n) {
   switch (kind) {
-    case Kind::kFp16: return decode_all<Kind::kFp16>(in, weight, out, n);
-    case Kind::kBf16: return decode_all<Kind::kBf16>(in, weight, out, n);
-    default: return decode_all<Kind::kNone>(in, weight, out, n);
+    case Kind::kFp16: return decode_all<Kind::kFp16, add>(in, weight, out, n);
+    case Kind::kBf16: return decode_all<Kind::kBf16, add>(in, weight, out, n);
+    default: return decode_all<Kind::kNone, add>(in, weight, out, n);
   }
+}
+
+HVD_SIMD void decode_into(Kind kind, const uint8_t* in, float weight, bool add, float* out, size_t n) {
+  add ? decode_any<true>(kind, in, weight, out, n) : decode_any<false>(kind, in, weight, out, n);
 }
 
 class Cast final : public Codec {
@@ -90,10 +95,10 @@ class Cast final : public Codec {
     return encoded;
   }
 
-  void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
+  void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const override {
     check_seal(payload, bytes);
     check_length(bytes, max_payload(n), n);
-    decode_any(kind_, payload + kChecksumBytes, weight, out, n);
+    decode_into(kind_, payload + kChecksumBytes, weight, add, out, n);
   }
 
   size_t grain() const override { return 1; }

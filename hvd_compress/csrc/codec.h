@@ -3,7 +3,7 @@
 //   create(kind, options)   a codec from an enum and a few numbers, already validated by the caller
 //   max_payload(n)          upper bound of the payload of n elements, in bytes
 //   encode(...)             one segment -> payload, and the residual that is left
-//   decode_add(...)         out += weight * decoded
+//   decode(...)             out = weight * decoded, or is added to
 //   cut(...)                a payload -> the payload of some of its elements
 //
 // Nothing here knows a framework. A CUDA codec will be a second implementation of the same five, with a stream.
@@ -68,9 +68,9 @@ class Codec {
   virtual Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
                          uint8_t* out) const = 0;
 
-  // out[i] += weight * decoded[i] for n floats. Throws MalformedPayload, and touches nothing outside of
-  // payload[0..bytes) and out[0..n), whatever the payload holds.
-  virtual void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const = 0;
+  // out[i] = weight * decoded[i] for n floats, or out[i] += where it is to be added. Throws MalformedPayload, and touches
+  // nothing outside of payload[0..bytes) and out[0..n), whatever the payload holds.
+  virtual void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const = 0;
 
   // A payload can be cut between elements that are a multiple of this apart.
   virtual size_t grain() const = 0;

@@ -30,16 +30,22 @@ HVD_SIMD void subtract_signs(float* u, size_t count, float scale) {
   for (size_t i = 0; i < count; ++i) u[i] -= u[i] < 0.0f ? -scale : scale;
 }
 
-// out[i] += value, with the sign that stands in bit i.
-HVD_SIMD void add_signed(const uint8_t* bits, size_t count, float value, float* out) {
+// out[i] = value, with the sign that stands in bit i; or it is added.
+template <bool add>
+HVD_INLINE void put_signed(const uint8_t* bits, size_t count, float value, float* out) {
   const Ints place = {1, 2, 4, 8, 16, 32, 64, 128};
   const Floats plus = value - Floats{}, minus = -plus;
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     const Ints set = (static_cast<int32_t>(bits[i / 8]) - Ints{}) & place;
-    store_vector(out + i, load_vector<Floats>(out + i) + (set != 0 ? minus : plus));
+    const Floats decoded = set != 0 ? minus : plus;
+    store_vector(out + i, add ? load_vector<Floats>(out + i) + decoded : decoded);
   }
-  for (; i < count; ++i) out[i] += bits[i / 8] >> i % 8 & 1 ? -value : value;
+  for (; i < count; ++i) out[i] = (add ? out[i] : 0.0f) + (bits[i / 8] >> i % 8 & 1 ? -value : value);
+}
+
+HVD_SIMD void decode_signs(const uint8_t* bits, size_t count, float value, bool add, float* out) {
+  add ? put_signed<true>(bits, count, value, out) : put_signed<false>(bits, count, value, out);
 }
 
 class OneBit final : public Codec {
@@ -81,12 +87,12 @@ class OneBit final : public Codec {
     return encoded;
   }
 
-  void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
+  void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const override {
     check_seal(payload, bytes);
     check_length(bytes, max_payload(n), n);
     float scale;
     std::memcpy(&scale, payload + kChecksumBytes, sizeof(scale));
-    add_signed(payload + kHead, n, weight * scale, out);
+    decode_signs(payload + kHead, n, weight * scale, add, out);
   }
 
   size_t grain() const override { return 8; }

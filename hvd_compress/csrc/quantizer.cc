@@ -95,26 +95,28 @@ HVD_SIMD void round_exponential(const float* v, size_t count, float norm, int bi
   round_tile<Exponential>(v, count, norm, bits, random, index, code);
 }
 
-// out[i] = base[i] + weight * decoded[i]; base may be out.
-template <typename Levels>
+// out[i] = base[i] + weight * decoded[i]; base may be out, or null for zeros.
+template <typename Levels, bool based>
 HVD_INLINE void value_tile(const uint32_t* __restrict code, size_t count, float norm, int bits, float weight,
                            const float* base, float* out) {
   const Levels levels(bits, norm);
   const uint32_t mask = (1u << (bits - 1)) - 1;
   for (size_t i = 0; i < count; ++i) {
     const float q = levels.value(code[i] & mask);
-    out[i] = base[i] + weight * float_of(bits_of(q) ^ code[i] >> (bits - 1) << 31);
+    out[i] = (based ? base[i] : 0.0f) + weight * float_of(bits_of(q) ^ code[i] >> (bits - 1) << 31);
   }
 }
 
 HVD_SIMD void add_uniform(const uint32_t* code, size_t count, float norm, int bits, float weight, const float* base,
                           float* out) {
-  value_tile<Uniform>(code, count, norm, bits, weight, base, out);
+  base ? value_tile<Uniform, true>(code, count, norm, bits, weight, base, out)
+       : value_tile<Uniform, false>(code, count, norm, bits, weight, base, out);
 }
 
 HVD_SIMD void add_exponential(const uint32_t* code, size_t count, float norm, int bits, float weight, const float* base,
                               float* out) {
-  value_tile<Exponential>(code, count, norm, bits, weight, base, out);
+  base ? value_tile<Exponential, true>(code, count, norm, bits, weight, base, out)
+       : value_tile<Exponential, false>(code, count, norm, bits, weight, base, out);
 }
 
 // Takes the codes of one bucket after the other: begin(norm), then codes(...) tile by tile; finish() gives the bytes.
@@ -242,17 +244,18 @@ class Quantizer final : public Codec {
     return encoded;
   }
 
-  void decode_add(const uint8_t* payload, size_t bytes, float weight, float* out, size_t n) const override {
+  void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const override {
     check_seal(payload, bytes);
     const uint8_t* in = payload + kChecksumBytes;
     if (coding_ == Coding::kElias) {
+      if (!add) std::fill(out, out + n, 0.0f);
       (kind_ == Kind::kNuqsgd ? decode_elias<Exponential> : decode_elias<Uniform>)(bits_, in, bytes - kChecksumBytes, bucket_,
                                                                                   weight, out, n);
       return;
     }
     check_length(bytes, max_payload(n), n);
     alignas(64) uint32_t code[kTile];
-    const auto add = kind_ == Kind::kNuqsgd ? add_exponential : add_uniform;
+    const auto put = kind_ == Kind::kNuqsgd ? add_exponential : add_uniform;
     for (size_t start = 0; start < n; start += bucket_) {
       const size_t length = std::min(bucket_, n - start);
       float norm;
@@ -264,7 +267,7 @@ class Quantizer final : public Codec {
         unpack(bits_, in, count, code);
         in += packed_bytes(count, bits_);
         if (norm != norm) std::fill(o, o + count, norm);
-        else add(code, count, norm, bits_, weight, o, o);
+        else put(code, count, norm, bits_, weight, add ? o : nullptr, o);
       }
     }
   }

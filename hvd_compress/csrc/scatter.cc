@@ -76,10 +76,18 @@ std::vector<size_t> Chunks::split(const uint8_t* message, size_t bytes, uint8_t*
   return lengths;
 }
 
+void decode_sum(const Codec& codec, const std::vector<Bytes>& payloads, float weight, float* out, size_t n) {
+  if (payloads.empty()) std::fill(out, out + n, 0.0f);
+  bool add = false;
+  for (const auto& [payload, bytes] : payloads) {
+    codec.decode(payload, bytes, weight, add, out, n);
+    add = true;
+  }
+}
+
 Encoded encode_again(const Codec& codec, const std::vector<Bytes>& payloads, float weight, const float* residual_in,
                      float* residual_out, size_t n, uint64_t seed, float* scratch, uint8_t* out) {
-  std::fill(scratch, scratch + n, 0.0f);
-  for (const auto& [payload, bytes] : payloads) codec.decode_add(payload, bytes, weight, scratch, n);
+  decode_sum(codec, payloads, weight, scratch, n);
   return codec.encode({scratch, DType::kFloat32}, residual_in, residual_out, n, seed, out);
 }
 

@@ -52,6 +52,9 @@ class Chunks {
 // A payload, where it lies.
 using Bytes = std::pair<const uint8_t*, size_t>;
 
+// out = weight times the sum of what the payloads hold, each of n elements; zeros where there is none.
+void decode_sum(const Codec& codec, const std::vector<Bytes>& payloads, float weight, float* out, size_t n);
+
 // Encodes weight times the sum of a piece's payloads (n elements), as Codec::encode does; scratch has room for n floats.
 Encoded encode_again(const Codec& codec, const std::vector<Bytes>& payloads, float weight, const float* residual_in,
                      float* residual_out, size_t n, uint64_t seed, float* scratch, uint8_t* out);

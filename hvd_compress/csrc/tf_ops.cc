@@ -228,16 +228,24 @@ class DecodeOp final : public MemberOp {
     }
     double weight = stand_in_factor(stand_in.data(), ranks);
     if (!scattered_) weight /= static_cast<double>(ranks);
-    std::fill(out, out + n, 0.0f);
     const auto codec = session_->codec(group_, member_);
+    std::vector<Bytes> payloads;
+    int64_t done = 0;  // elements of the pieces so far, which stand one behind the other
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t at = places(row_, rank, 0), bytes = places(row_, rank, 1), begin = places(row_, rank, 2);
       if (bytes == 0) continue;
-      const int64_t count = scattered_ ? places(row_, rank, 3) : n;
-      if (begin + count > n) throw std::runtime_error("the gradient has " + std::to_string(n) + " elements, its variable more");
-      codec->decode_add(data + at, static_cast<size_t>(bytes), static_cast<float>(weight), out + begin,
-                        static_cast<size_t>(count));
+      payloads.emplace_back(data + at, static_cast<size_t>(bytes));
+      if (!scattered_) continue;
+      const int64_t count = places(row_, rank, 3);
+      if (begin < done || begin + count > n) {
+        throw std::runtime_error("the gradient has " + std::to_string(n) + " elements, its variable more");
+      }
+      std::fill(out + done, out + begin, 0.0f);
+      decode_sum(*codec, payloads, static_cast<float>(weight), out + begin, static_cast<size_t>(count));
+      payloads.clear();
+      done = begin + count;
     }
+    decode_sum(*codec, payloads, static_cast<float>(weight), out + done, static_cast<size_t>(n - done));
   }
 
   int64_t row_ = -1;

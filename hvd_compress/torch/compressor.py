@@ -345,10 +345,10 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
         start = time.perf_counter()
         if context.flat is not None and context.flat.dtype == torch.float32:
-            total = context.flat.zero_()
+            total = context.flat
         else:
-            total = torch.zeros(slot.segment.parameter.numel)
-        transfer.decode_add(slot, factor, vector(total))
+            total = torch.empty(slot.segment.parameter.numel)
+        transfer.decode(slot, factor, vector(total))
         if total is not context.flat:
             context.grad.copy_(slot.unflatten(total))
         counters.decode_s = time.perf_counter() - start

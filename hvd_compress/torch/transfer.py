@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,21 +31,23 @@ class Received:
         self._bytes = Vector.of(data)
         self.messages = read_messages(data, ranks)
 
-    def payload(self, rank: int, slot: Slot) -> Vector | None:
-        """What a rank sent of a segment; None where it had no new gradient, empty where there is nothing to add.
+    def payloads(self, ranks: Iterable[int], slot: Slot) -> list[Vector]:
+        """What ranks sent of a segment, where there is something to add.
 
         Raises:
-            PayloadError: It should have sent something.
+            PayloadError: One should have sent something.
         """
-        message = self.messages[rank]
-        place = message.payloads.get(slot.segment.index)
-        if place is None:
-            if message.flags & Flags.DAMAGED:
+        found = []
+        for rank in ranks:
+            message = self.messages[rank]
+            place = message.payloads.get(slot.segment.index)
+            if place is None and message.flags & Flags.DAMAGED:
                 raise PayloadError(f"what rank {rank} received was damaged")
-            if not message.flags & Flags.REPEAT:
+            if place is None and not message.flags & Flags.REPEAT:
                 raise PayloadError(f"rank {rank} sent no payload for {slot.name!r}")
-            return None
-        return self._bytes.slice(*place)
+            if place is not None and place[1] > 0:
+                found.append(self._bytes.slice(*place))
+        return found
 
     @property
     def is_repeat(self) -> bool:
@@ -86,8 +88,8 @@ class Transfer(ABC):
         """Waits without asking for the result; where it has failed already, that was said then."""
 
     @abstractmethod
-    def decode_add(self, slot: Slot, factor: float, out: Vector) -> None:
-        """Adds `factor` times the mean of a segment to `out`. Raises PayloadError where a payload is damaged or missing."""
+    def decode(self, slot: Slot, factor: float, out: Vector) -> None:
+        """Writes `factor` times the mean of a segment to `out`. Raises PayloadError where a payload is damaged or missing."""
 
     @abstractmethod
     def _wait(self) -> Received: ...
@@ -110,13 +112,10 @@ class Gather(Transfer):
         """See `Transfer`."""
         self._pending.wait()
 
-    def decode_add(self, slot: Slot, factor: float, out: Vector) -> None:
+    def decode(self, slot: Slot, factor: float, out: Vector) -> None:
         """See `Transfer`."""
-        received = self.wait()
-        for rank in range(self._ranks):
-            payload = received.payload(rank, slot)
-            if payload is not None and payload.length > 0:
-                slot.segment.codec.decode_add(payload, factor / self._ranks, out)
+        payloads = self.wait().payloads(range(self._ranks), slot)
+        slot.segment.codec.decode(payloads, factor / self._ranks, out)
 
     def _wait(self) -> Received:
         start = time.perf_counter()
@@ -221,15 +220,13 @@ class ScatterGather(Transfer):
         """See `Transfer`."""
         self._last().wait()
 
-    def decode_add(self, slot: Slot, factor: float, out: Vector) -> None:
+    def decode(self, slot: Slot, factor: float, out: Vector) -> None:
         """See `Transfer`."""
         received = self.wait()
         for owner in range(self._ranks):
             for index, begin, end in self._bucket.chunks.pieces(owner):
                 if index == slot.segment.index:
-                    payload = received.payload(owner, slot)
-                    if payload is not None and payload.length > 0:
-                        slot.segment.codec.decode_add(payload, factor, out.slice(begin, end - begin))
+                    slot.segment.codec.decode(received.payloads([owner], slot), factor, out.slice(begin, end - begin))
 
     def _wait(self) -> Received:
         last = self._last()
@@ -256,13 +253,12 @@ class ScatterGather(Transfer):
             if not any(index in message.payloads for message in received.messages):
                 continue  # it is not in this message
             start = time.perf_counter()
-            payloads = [received.payload(rank, slot) for rank in range(self._ranks)]
-            some = [payload for payload in payloads if payload is not None and payload.length > 0]
+            payloads = received.payloads(range(self._ranks), slot)
             size = 0
             slot.piece_residual.round = self._round
-            if some:
+            if payloads:
                 seed, scratch = self._bucket.seed(self._round.step, index), self._bucket.scratch.floats(end - begin)
-                encoded = slot.encode_again(some, 1 / self._ranks, seed, scratch, writer.room())
+                encoded = slot.encode_again(payloads, 1 / self._ranks, seed, scratch, writer.room())
                 size = encoded.bytes
                 if not encoded.finite:
                     writer.flags |= Flags.NONFINITE

@@ -64,9 +64,17 @@ def add(codec: Codec, payload: np.ndarray, out: np.ndarray, weight: float = 1.0)
 
 
 def decode(codec: Codec, payload: np.ndarray, n: int, weight: float = 1.0) -> np.ndarray:
-    out = np.zeros(n, np.float32)
-    add(codec, payload, out, weight)
-    return out
+    return decode_sum(codec, [payload], n, weight)
+
+
+def decode_sum(codec: Codec, payloads: list[np.ndarray], n: int, weight: float = 1.0) -> np.ndarray:
+    """As `Codec.decode`, into memory full of garbage; checks that nothing around it changes."""
+    memory, middle = guarded(n, "float32")
+    try:
+        codec.decode([Vector.of(payload.copy()) for payload in payloads], weight, Vector.of(middle))
+    finally:
+        assert guards_hold(memory)
+    return middle.copy()
 
 
 def sealed(body: bytes | np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from unit.helpers import add, decode, encode, sealed
+from unit.helpers import add, decode, decode_sum, encode, sealed
 
 from hvd_compress.codecs import parse
 from hvd_compress.vector import Vector
@@ -106,6 +106,18 @@ def test_nothing_at_address_zero(spec):
     out = np.empty(codec.max_payload(0), np.uint8)
     encoded = codec.encode(nothing, residual, residual, 0, Vector.of(out))
     codec.decode_add(Vector.of(out[: encoded.bytes]), 1.0, nothing)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 1000, 5003])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sum_is_that_of_its_payloads(spec, n):
+    codec = parse(spec)
+    payloads = [encode(codec, normal(n, seed), seed=seed).payload for seed in range(3)]
+    for count in range(4):
+        added = np.zeros(n, np.float32)
+        for payload in payloads[:count]:
+            add(codec, payload, added, 0.25)
+        assert np.array_equal(decode_sum(codec, payloads[:count], n, 0.25), added)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -278,6 +290,10 @@ class TestErrors:
         for wrong, out in ((payload._replace(dtype="float32"), self.f32), (payload, self.f32._replace(dtype="float64"))):
             with pytest.raises(ValueError, match=f"not {wrong.dtype} into {out.dtype}"):
                 parse(spec).decode_add(wrong, 1.0, out)
+            with pytest.raises(ValueError, match=f"not {wrong.dtype} into {out.dtype}"):
+                parse(spec).decode([wrong], 1.0, out)
+        with pytest.raises(ValueError, match="into float64"):
+            parse(spec).decode([], 1.0, self.f32._replace(dtype="float64"))
 
     def test_bin_that_no_shape_has_chosen(self):
         with pytest.raises(ValueError, match=r"adacomp without bin.*shape"):
