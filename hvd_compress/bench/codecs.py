@@ -168,7 +168,7 @@ def _time_codec(codec: Codec, gradients: Gradients, triad: _Triad) -> Timed:
         assert encoded.finite
         if step >= warm_up:
             start = time.perf_counter()
-            codec.decode_add(_vector(payload).slice(0, encoded.bytes), 0.5, _vector(decoded))
+            codec.decode([_vector(payload).slice(0, encoded.bytes)], 0.5, _vector(decoded))
             decodes.append(time.perf_counter() - start)
     last = slice(warm_up, None)
     return Timed(
