@@ -192,7 +192,7 @@ class Codec:
         """Replaces `out` (n float32) by ``weight`` times the sum of what several payloads hold; zeros where there is none.
 
         Raises:
-            PayloadError: As in `decode_add`.
+            PayloadError: As in `decode_add`; where it is not the first payload, those before it are in `out`.
         """
         _check_decoding(payloads, out)
         places = [(payload.address, payload.length) for payload in payloads]

@@ -3,7 +3,7 @@
 //   create(kind, options)   a codec from an enum and a few numbers, already validated by the caller
 //   max_payload(n)          upper bound of the payload of n elements, in bytes
 //   encode(...)             one segment -> payload, and the residual that is left
-//   decode(...)             out = weight * decoded, or is added to
+//   decode(...)             out = weight * decoded, or out += weight * decoded
 //   cut(...)                a payload -> the payload of some of its elements
 //
 // Nothing here knows a framework. A CUDA codec will be a second implementation of the same five, with a stream.
