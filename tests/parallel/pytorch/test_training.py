@@ -29,37 +29,64 @@ def test_parameters_are_bitwise_equal_after_every_step(spec, exchange):
     assert compression.stats.steps == steps
 
 
+class Simulated:
+    """What a codec makes of a vector that is encoded step after step, with the residual that it leaves."""
+
+    def __init__(self, codec, n):
+        self.codec, self.n = codec, n
+        self.residual = torch.zeros(n) if codec.has_residual else None
+
+    def payload(self, values, seed):
+        out = torch.empty(self.codec.max_payload(self.n), dtype=torch.uint8)
+        left = torch.empty(self.n) if self.codec.has_residual else None
+        residuals = [None if r is None else vector(r) for r in (self.residual, left)]
+        encoded = self.codec.encode(vector(values), *residuals, seed, vector(out))
+        self.residual = left
+        return out[: encoded.bytes]
+
+    def decoded(self, payloads, weight):
+        out = torch.empty(self.n)
+        self.codec.decode([vector(payload) for payload in payloads], weight, vector(out))
+        return out
+
+
 @pytest.mark.parametrize("spec", COMPRESSED)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_result_is_the_mean_or_sum_of_the_decoded_payloads(spec, op, ranks):
-    model = Vectors(w=(40, 100))
-    optimizer, _ = distributed(model, spec, optimizer_options={"op": op}, exchange="allgather")
-    codec = parse(spec).for_shape((40, 100))
-    residuals = [torch.zeros(4000) if codec.has_residual else None for _ in range(ranks)]
+def test_result_is_the_mean_or_sum_of_what_each_rank_sent(spec, op, exchange, ranks):
+    """In a scatter-gather: of what the owners of its pieces made of that mean, which they encode with residuals of their own."""
+    shapes = {"a": (40, 100), "b": (30, 41)}
+    model = Vectors(**shapes)
+    optimizer, compression = distributed(model, spec, optimizer_options={"op": op}, exchange=exchange)
+    codecs = [parse(spec).for_shape(shape) for shape in shapes.values()]
+    sizes = [4000, 1230]
+    senders = [[Simulated(codec, n) for codec, n in zip(codecs, sizes, strict=True)] for _ in range(ranks)]
+    chunks = _kernels.Chunks([(i, codecs[i].kernel, n) for i, n in enumerate(sizes)], ranks)
+    pieces = [
+        (owner, i, slice(begin, end), Simulated(codecs[i], end - begin))
+        for owner in range(ranks)
+        for i, begin, end in chunks.pieces(owner)
+    ]
+    total = 1 if op == hvd.Average else ranks
     for step in range(1, 4):
         optimizer.zero_grad()
-        model.backward(w=random(40, 100, step=step))
+        model.backward(**{name: random(*shape, step=step) for name, shape in shapes.items()})
         optimizer.synchronize()
-        expected = torch.zeros(4000)
-        for rank in range(ranks):
-            grad = random(40, 100, step=step, rank=rank).flatten()
-            out = torch.empty(codec.max_payload(4000), dtype=torch.uint8)
-            left = torch.empty(4000) if codec.has_residual else None
-            seed = _kernels.mix_seed(0, rank, step, 0)
-            before = residuals[rank]
-            encoded = codec.encode(
-                vector(grad),
-                None if before is None else vector(before),
-                None if left is None else vector(left),
-                seed,
-                vector(out),
-            )
-            residuals[rank] = left
-            weight = 1 / ranks if op == hvd.Average else 1.0
-            codec.decode_add(vector(out[: encoded.bytes]), weight, vector(expected))
-        assert torch.equal(model.w.grad.flatten(), expected)
+        results = []
+        for i, shape in enumerate(shapes.values()):
+            sent = [
+                senders[rank][i].payload(random(*shape, step=step, rank=rank).flatten(), _kernels.mix_seed(0, rank, step, i))
+                for rank in range(ranks)
+            ]
+            results.append(senders[0][i].decoded(sent, (total if exchange == "allgather" else 1) / ranks))
+        if exchange == "scatter-gather":
+            for owner, i, where, simulated in pieces:
+                again = simulated.payload(results[i][where].clone(), _kernels.mix_seed(0, ranks + owner, step, i))
+                results[i][where] = simulated.decoded([again], total)
+        for p, result in zip(model.parameters(), results, strict=True):
+            assert torch.equal(p.grad.flatten(), result)
         with optimizer.skip_synchronize():
             optimizer.step()
+    assert compression.stats.total.exchanges == {exchange}
 
 
 def test_noise_differs_between_ranks_and_repeats_between_runs(exchange):
