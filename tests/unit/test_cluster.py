@@ -57,14 +57,22 @@ def left_of(pid):
 def test_nothing_is_left_when_it_is_killed(how, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [*BENCH, "cluster", "--hosts", "2", "--rate", "1mbit", "--", "exchange", "--elements", "10000000"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where the tests run in the background it is ignored
+    ) as running:
         deadline = time.monotonic() + 60
         while not any("python" in name for name in processes_in(running.pid)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left_of(running.pid)
         assert list(tmp_path.iterdir())
         running.send_signal(how)
-        running.wait(60)
+        try:
+            running.wait(60)
+        finally:
+            running.kill()
     deadline = time.monotonic() + 30
     while (left_of(running.pid) or list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -53,7 +53,7 @@ class Simulated:
 @pytest.mark.parametrize("spec", COMPRESSED)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_result_is_the_mean_or_sum_of_what_each_rank_sent(spec, op, exchange, ranks):
-    """In a scatter-gather: of what the owners of its pieces made of that mean, which they encode with residuals of their own."""
+    """In a scatter-gather: of what the owners of its pieces made of that mean, which they encode with their own residuals."""
     shapes = {"a": (40, 100), "b": (30, 41)}
     model = Vectors(**shapes)
     optimizer, compression = distributed(model, spec, optimizer_options={"op": op}, exchange=exchange)
