@@ -14,6 +14,9 @@ class Kind(_Enum):
     qsgdinf: Kind
     nuqsgd: Kind
     onebit: Kind
+    topk: Kind
+    randomk: Kind
+    cat: Kind
 
 class DType(_Enum):
     float16: DType
@@ -29,13 +32,55 @@ class Scale(_Enum):
     l1: Scale
     l2: Scale
 
+class Scheme(_Enum): ...
+
+class CostKind(_Enum):
+    measured: CostKind
+    bits: CostKind
+    packets: CostKind
+    time: CostKind
+
 class PayloadError(ValueError): ...
+
+class CostModel:
+    def __init__(
+        self,
+        kind: CostKind,
+        *,
+        c0: float = 0.0,
+        c1: float = 1.0,
+        packet_bytes: float = 1500.0,
+        latency: float = 0.0,
+        seconds_per_byte: float = 0.0,
+    ) -> None: ...
+    def of(self, bytes: float, /) -> float: ...
+
+class Step:
+    def __init__(self, seed: int = 0, latency: float = ..., seconds_per_byte: float = ..., explore: float = 0.0) -> None: ...
 
 class Encoded:
     bytes: int
     selected: int
     residual_sq: float
     finite: bool
+    energy: float
+    improvement: float
+
+class Scope:
+    def add(
+        self,
+        index: int,
+        grad: int,
+        dtype: DType,
+        residual_in: int,
+        residual_out: int,
+        n: int,
+        momentum: int = 0,
+        weight: float = 1.0,
+        momentum_weight: float = 0.0,
+    ) -> bool: ...
+    def choose(self, step: Step, /) -> None: ...
+    def encode(self, index: int, seed: int, out: int, /) -> Encoded: ...
 
 class Codec:
     def __init__(
@@ -49,6 +94,10 @@ class Codec:
         coding: Coding = ...,
         feedback: bool = False,
         scale: Scale = ...,
+        scheme: Scheme = ...,
+        fraction: float = 0.0,
+        joint: bool = False,
+        cost: CostModel = ...,
     ) -> None: ...
     def max_payload(self, n: int, /) -> int: ...
     def encode(
@@ -58,7 +107,7 @@ class Codec:
         residual_in: int,
         residual_out: int,
         n: int,
-        seed: int,
+        step: Step,
         out: int,
         momentum: int = 0,
         weight: float = 1.0,
@@ -67,6 +116,9 @@ class Codec:
     def decode_add(self, payload: int, bytes: int, weight: float, out: int, n: int, /) -> None: ...
     @property
     def grain(self) -> int: ...
+    @property
+    def shares_seed(self) -> bool: ...
+    def scope(self) -> Scope: ...
     def cut(self, payload: int, bytes: int, n: int, begin: int, end: int, cursor: int, out: int, /) -> tuple[int, int]: ...
 
 class Chunks:
@@ -84,7 +136,7 @@ def encode_again(
     residual_in: int,
     residual_out: int,
     n: int,
-    seed: int,
+    step: Step,
     scratch: int,
     out: int,
     /,

@@ -91,11 +91,11 @@ class Algorithms(metaclass=_Namespace):
         bits: int = 4,
         bucket: int = 512,
         coding: str = "fixed",
-        feedback: bool = False,
+        error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """QSGD, see `hvd_compress.codecs.QSGD`: 32 / bits times fewer bytes, unbiased."""
-        codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
         return cls.make(codec, *parameters, **options)
 
     @algorithm
@@ -105,11 +105,11 @@ class Algorithms(metaclass=_Namespace):
         bits: int = 4,
         bucket: int = 512,
         coding: str = "fixed",
-        feedback: bool = False,
+        error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """QSGD with the maximum norm, see `hvd_compress.codecs.QSGDInf`."""
-        codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
         return cls.make(codec, *parameters, **options)
 
     @algorithm
@@ -119,11 +119,11 @@ class Algorithms(metaclass=_Namespace):
         bits: int = 4,
         bucket: int = 512,
         coding: str = "fixed",
-        feedback: bool = False,
+        error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """NUQSGD, see `hvd_compress.codecs.NUQSGD`: as QSGD, with levels that are finer near zero."""
-        codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, feedback=feedback)
+        codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
         return cls.make(codec, *parameters, **options)
 
     @algorithm

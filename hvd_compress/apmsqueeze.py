@@ -50,7 +50,11 @@ def check_codecs(codecs: Iterable[Codec]) -> None:
     """
     for codec in codecs:
         if not codec.has_residual and not isinstance(codec, (Identity, FP16, BF16)):
-            hint = "; with feedback=true it does" if any(f.name == "feedback" for f in dataclasses.fields(codec)) else ""
+            hint = (
+                "; with error_feedback=true it does"
+                if any(f.name == "error_feedback" for f in dataclasses.fields(codec))
+                else ""
+            )
             raise ValueError(f"{codec} keeps no residual, which APMSqueeze needs{hint}")
 
 

@@ -146,7 +146,8 @@ class Plan:
         self.ranks = ranks
         segments: list[Segment] = []
         buckets = 0
-        filling: dict[str, tuple[int, int]] = {}  # by exchange: the bucket that is not full, and its bytes
+        # By exchange, and codec where that wants all its parameters in one: the bucket that is not full, and its bytes.
+        filling: dict[tuple[str, Codec | None], tuple[int, int]] = {}
         for index in reversed(range(len(parameters))):
             parameter = parameters[index]
             codec = policy.codec_for(parameter)
@@ -154,12 +155,13 @@ class Plan:
                 segments.append(Segment(index, parameter, codec, None))
                 continue
             way = exchange if exchange != AUTO else shorter(codec, ranks)
-            bucket, filled = filling.get(way, (-1, 0))
-            if bucket < 0 or (filled > 0 and filled + parameter.nbytes > bucket_bytes):
+            whole = codec if codec.is_of_model else None
+            bucket, filled = filling.get((way, whole), (-1, 0))
+            if bucket < 0 or (whole is None and filled > 0 and filled + parameter.nbytes > bucket_bytes):
                 bucket, filled = buckets, 0
                 buckets += 1
             segments.append(Segment(index, parameter, codec, bucket, way))
-            filling[way] = (bucket, filled + parameter.nbytes)
+            filling[way, whole] = (bucket, filled + parameter.nbytes)
         self.segments = tuple(reversed(segments))
 
     @property

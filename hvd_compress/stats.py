@@ -11,6 +11,7 @@ from hvd_compress.exchange import ALLGATHER, ALLREDUCE, SCATTER_GATHER
 
 if TYPE_CHECKING:
     from hvd_compress import _kernels
+    from hvd_compress.codecs import Encoded
 
 STAND_IN_BYTES = 16
 """What Horovod's own allreduce gets instead of a gradient: four floats."""
@@ -27,6 +28,8 @@ class Counters:
     2 (n-1)/n times one that is reduced; of one that is scattered what goes to others, and (n-1) times the own chunk's mean."""
     exchanges: frozenset[str] = frozenset()
     """How it was sent: "allreduce" (Horovod's own), "allgather" or "scatter-gather"."""
+    payload_bytes: float = 0
+    """What this rank's own gradient was encoded to; 0 where Horovod's own allreduce carried it."""
     selected: int | None = None
     """Elements sent; None where no codec chooses."""
     encode_s: float = 0
@@ -38,6 +41,22 @@ class Counters:
     """Seconds in decode."""
     residual_sq: float = 0
     """Squared L2 norm of the residual that the last step left."""
+    energy: float = 0
+    """Where a codec chose how much to send: the squared L2 norm of what was to be sent."""
+    improved: float = 0
+    """And so much of it as that was expected to bring; see `improvement`."""
+
+    @property
+    def improvement(self) -> float:
+        """CAT: the part of the gradient's energy, or of a smooth loss's expected decrease, that what was sent brings, 0 to 1;
+        0 where no codec chose.
+        """  # noqa: D205
+        return self.improved / self.energy if self.energy else 0.0
+
+    @property
+    def improvement_per_bit(self) -> float:
+        """`improvement` over the bits of the payloads."""
+        return self.improvement / (8 * self.payload_bytes) if self.payload_bytes else 0.0
 
     @property
     def ratio(self) -> float:
@@ -60,6 +79,11 @@ class Counters:
     def count_reduced(self, ranks: int, grad_bytes: float, reduced_bytes: float) -> None:
         """Sets the bytes of a gradient that Horovod's own allreduce carried."""
         self._count(ALLREDUCE, ranks, grad_bytes, _ring(ranks) * reduced_bytes)
+
+    def count_encoded(self, encoded: Encoded) -> None:
+        """Sets what encoding this rank's gradient gave."""
+        self.payload_bytes, self.selected = encoded.bytes, encoded.selected
+        self.energy, self.improved = encoded.energy, encoded.energy * encoded.improvement
 
     def _count(self, exchange: str, ranks: int, grad_bytes: float, sent_bytes: float) -> None:
         self.exchanges = frozenset({exchange})
@@ -86,6 +110,9 @@ class Counters:
         """Adds what another one counted, of another parameter or (`later`) of a later step, whose residual replaces ours."""
         self.bytes_dense += other.bytes_dense
         self.bytes_sent += other.bytes_sent
+        self.payload_bytes += other.payload_bytes
+        self.energy += other.energy
+        self.improved += other.improved
         self.exchanges |= other.exchanges
         if other.selected is not None:
             self.selected = (self.selected or 0) + other.selected

@@ -33,6 +33,9 @@ DEFAULT_CODECS = [
     "nuqsgd:bits=3,bucket=4096,coding=elias",
     "onebit:scale=l1",
     "onebit:scale=l2",
+    "topk:fraction=0.01",
+    "randomk:fraction=0.01",
+    *(f"cat:scheme={scheme},cost=time,latency=0.001,bandwidth=1.25e8" for scheme in ("topk", "topk+sign", "stochastic")),
 ]
 WARM_UP = 150
 REPETITIONS = 9
@@ -237,8 +240,17 @@ def _decode_qsgd(sent: Any, out: torch.Tensor) -> Any:
     return out.add_((codes.float() * units).view(-1)[: out.numel()], alpha=0.5)
 
 
+def _encode_topk(residual: torch.Tensor, grad: torch.Tensor, fraction: float = 0.01) -> tuple[Any, int]:
+    residual += grad
+    indices = residual.abs().topk(int(fraction * grad.numel())).indices
+    values = residual[indices]
+    residual[indices] = 0
+    return (indices, values), 12 * indices.numel()
+
+
 _NAIVE = {
     "torch: grad.half()": _Naive(_encode_half, lambda sent, out: out.add_(sent, alpha=0.5), 1),
     "torch: AdaComp, bins of 500": _Naive(_encode_adacomp, lambda sent, out: out.index_add_(0, *sent, alpha=0.5), 5),
+    "torch: topk, 1 %": _Naive(_encode_topk, lambda sent, out: out.index_add_(0, *sent, alpha=0.5), 2),
     "torch: QSGD, a byte an element": _Naive(_encode_qsgd, _decode_qsgd, 1),
 }

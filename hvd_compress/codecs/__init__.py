@@ -11,9 +11,11 @@ from hvd_compress.codecs.base import Codec, Encoded
 from hvd_compress.codecs.casts import BF16, FP16, Identity
 from hvd_compress.codecs.onebit import OneBit
 from hvd_compress.codecs.quantizers import NUQSGD, QSGD, QSGDInf
+from hvd_compress.codecs.sparsifiers import CAT, RandomK, TopK
 
 __all__ = [
     "BF16",
+    "CAT",
     "CODECS",
     "FP16",
     "NUQSGD",
@@ -24,11 +26,15 @@ __all__ = [
     "Identity",
     "OneBit",
     "QSGDInf",
+    "RandomK",
+    "TopK",
     "make",
     "parse",
 ]
 
-CODECS: dict[str, type[Codec]] = {c.name: c for c in (Identity, FP16, BF16, AdaComp, QSGD, QSGDInf, NUQSGD, OneBit)}
+CODECS: dict[str, type[Codec]] = {
+    c.name: c for c in (Identity, FP16, BF16, AdaComp, QSGD, QSGDInf, NUQSGD, OneBit, TopK, RandomK, CAT)
+}
 """Every codec by the name that its spec begins with."""
 
 

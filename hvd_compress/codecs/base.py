@@ -23,12 +23,16 @@ class Encoded(NamedTuple):
         residual_norm: L2 norm of the residual that was left, 0 without one.
         finite: False where the gradient, or its sum with the residual, held Inf or NaN: the payload then decodes to values
             that are not finite, and `residual_out` is to be thrown away.
+        energy: Where the codec chooses how much to send, the squared L2 norm of what was to be sent; else 0.
+        improvement: And the part of it by which that is expected to improve a step, 0 to 1.
     """
 
     bytes: int
     selected: int | None
     residual_norm: float
     finite: bool
+    energy: float = 0.0
+    improvement: float = 0.0
 
 
 class Momentum(NamedTuple):
@@ -43,6 +47,24 @@ class Momentum(NamedTuple):
     vector: Vector
     weight: float
     grad_weight: float
+
+
+class Measured(NamedTuple):
+    """What sending costs, for codecs that choose how much to send, as a compression measures it.
+
+    Attributes:
+        latency: Seconds that an exchange takes, whatever its size.
+        seconds_per_byte: More for each byte of a payload.
+        explore: Over 0: this part of the elements is sent, and nothing is chosen, so that several sizes can be measured.
+    """
+
+    latency: float = 1e-3
+    seconds_per_byte: float = 8e-9
+    explore: float = 0.0
+
+
+ASSUMED = Measured()
+"""Before something was measured: 1 ms and 1 Gbit/s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +114,21 @@ class Codec:
         return False
 
     @property
+    def is_joint(self) -> bool:
+        """Whether how much is sent of a segment depends on all that travel with it: see `new_scope`."""
+        return False
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it depends on all parameters of the model that have this codec: they travel in one bucket."""
+        return False
+
+    @property
+    def shares_seed(self) -> bool:
+        """Whether all ranks must encode with the same seed."""
+        return self.kernel.shares_seed
+
+    @property
     def grain(self) -> int:
         """A payload can be cut at multiples of so many elements."""
         return self.kernel.grain
@@ -104,6 +141,7 @@ class Codec:
         seed: int,
         out: Vector,
         momentum: Momentum | None = None,
+        measured: Measured = ASSUMED,
     ) -> Encoded:
         """Encodes one segment.
 
@@ -115,23 +153,23 @@ class Codec:
             seed: 64 bits. The same seed gives the same bytes.
             out: uint8, at least `max_payload(n)`.
             momentum: What the gradient is averaged with first.
+            measured: What sending costs, for a codec that asks.
 
         Raises:
             ValueError: A vector has the wrong dtype or length, or the residual is missing or one too many.
         """
         n = grad.length
-        if grad.dtype not in _kernels.DType.__members__:
-            raise ValueError(f"gradient of dtype {grad.dtype}: allowed are {', '.join(_kernels.DType.__members__)}")
-        addresses = self._check_buffers(n, residual_in, residual_out, out)
-        dtype = getattr(_kernels.DType, grad.dtype)
-        if momentum is None:
-            return _encoded(self.kernel.encode(grad.address, dtype, *addresses, n, seed, out.address))
-        vector, weight, grad_weight = momentum
-        if (vector.dtype, vector.length) != ("float32", n):
-            raise ValueError(f"a momentum of {vector.length} {vector.dtype} for {n} elements: it takes {n} float32")
+        dtype, (average, weight, average_weight) = _check_gradient(grad, momentum)
+        self._check_room(n, out)
+        addresses = self._check_residuals(n, residual_in, residual_out)
+        step = _kernels.Step(seed, *measured)
         return _encoded(
-            self.kernel.encode(grad.address, dtype, *addresses, n, seed, out.address, vector.address, grad_weight, weight)
+            self.kernel.encode(grad.address, dtype, *addresses, n, step, out.address, average, weight, average_weight)
         )
+
+    def new_scope(self) -> CodecScope:
+        """What encodes several segments together, where the codec `is_joint`."""
+        return CodecScope(self)
 
     def encode_again(
         self,
@@ -142,6 +180,7 @@ class Codec:
         seed: int,
         scratch: Vector,
         out: Vector,
+        measured: Measured = ASSUMED,
     ) -> Encoded:
         """Encodes ``weight`` times the sum of what several payloads hold, as `encode` does.
 
@@ -153,25 +192,30 @@ class Codec:
             seed: As in `encode`.
             scratch: n float32, which are overwritten.
             out: As in `encode`.
+            measured: As in `encode`.
 
         Raises:
             ValueError: As in `encode`.
             PayloadError: As in `decode_add`.
         """
         n = scratch.length
-        addresses = self._check_buffers(n, residual_in, residual_out, out)
+        self._check_room(n, out)
+        addresses = self._check_residuals(n, residual_in, residual_out)
+        step = _kernels.Step(seed, *measured)
         places = [(payload.address, payload.length) for payload in payloads]
-        return _encoded(_kernels.encode_again(self.kernel, places, weight, *addresses, n, seed, scratch.address, out.address))
+        return _encoded(_kernels.encode_again(self.kernel, places, weight, *addresses, n, step, scratch.address, out.address))
 
-    def _check_buffers(self, n: int, residual_in: Vector | None, residual_out: Vector | None, out: Vector) -> tuple[int, int]:
+    def _check_room(self, n: int, out: Vector) -> None:
+        if out.dtype != "uint8" or out.length < self.max_payload(n):
+            raise ValueError(f"room for {out.length} {out.dtype}: {n} elements can take {self.max_payload(n)} uint8")
+
+    def _check_residuals(self, n: int, residual_in: Vector | None, residual_out: Vector | None) -> tuple[int, int]:
         """Raises ValueError where one of them does not fit; returns the addresses of the residuals, 0 without one."""
         for residual in (residual_in, residual_out):
             if (residual is not None) != self.has_residual:
                 raise ValueError(f"{self} {'needs a' if self.has_residual else 'has no'} residual")
             if residual is not None and (residual.dtype, residual.length) != ("float32", n):
                 raise ValueError(f"a residual of {residual.length} {residual.dtype} for {n} elements: it takes {n} float32")
-        if out.dtype != "uint8" or out.length < self.max_payload(n):
-            raise ValueError(f"room for {out.length} {out.dtype}: {n} elements can take {self.max_payload(n)} uint8")
         if residual_in is None or residual_out is None:
             return 0, 0
         if abs(residual_in.address - residual_out.address) < 4 * n:
@@ -224,6 +268,61 @@ class Codec:
             raise self._refuse(option, f"a whole number from {low} to {high}")
 
 
+class CodecScope:
+    """Segments that are encoded together: `add` each, `choose`, then `encode` each, in the order of their indices."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._kernel = codec.kernel.scope()
+        self._memory: list[Any] = []  # is used until all is encoded
+        self._lengths: dict[int, int] = {}
+
+    def add(
+        self,
+        index: int,
+        grad: Vector,
+        residual_in: Vector | None,
+        residual_out: Vector | None,
+        momentum: Momentum | None = None,
+    ) -> bool:
+        """Takes a segment, with arguments as in `Codec.encode`, which must not change until it is encoded.
+
+        Returns:
+            Whether what is to be sent, which `residual_out` receives, is finite.
+
+        Raises:
+            ValueError: As in `Codec.encode`.
+        """
+        dtype, (average, weight, average_weight) = _check_gradient(grad, momentum)
+        addresses = self._codec._check_residuals(grad.length, residual_in, residual_out)
+        self._memory += [grad, residual_out, momentum]
+        self._lengths[index] = grad.length
+        return self._kernel.add(index, grad.address, dtype, *addresses, grad.length, average, weight, average_weight)
+
+    def choose(self, measured: Measured = ASSUMED) -> None:
+        """Chooses how much to send, when all are there."""
+        self._kernel.choose(_kernels.Step(0, *measured))
+
+    def encode(self, index: int, seed: int, out: Vector) -> Encoded:
+        """Encodes a segment, after `choose`; `seed` and `out` as in `Codec.encode`."""
+        self._codec._check_room(self._lengths[index], out)
+        return _encoded(self._kernel.encode(index, seed, out.address))
+
+
+def _check_gradient(grad: Vector, momentum: Momentum | None) -> tuple[_kernels.DType, tuple[int, float, float]]:
+    """Raises ValueError where they do not fit; returns what the kernels take of them."""
+    if grad.dtype not in _kernels.DType.__members__:
+        raise ValueError(f"gradient of dtype {grad.dtype}: allowed are {', '.join(_kernels.DType.__members__)}")
+    dtype = getattr(_kernels.DType, grad.dtype)
+    if momentum is None:
+        return dtype, (0, 1.0, 0.0)
+    vector, weight, grad_weight = momentum
+    n = grad.length
+    if (vector.dtype, vector.length) != ("float32", n):
+        raise ValueError(f"a momentum of {vector.length} {vector.dtype} for {n} elements: it takes {n} float32")
+    return dtype, (vector.address, grad_weight, weight)
+
+
 def _check_decoding(payloads: Sequence[Vector], out: Vector) -> None:
     for dtype in [payload.dtype for payload in payloads] or ["uint8"]:
         if dtype != "uint8" or out.dtype != "float32":
@@ -232,7 +331,7 @@ def _check_decoding(payloads: Sequence[Vector], out: Vector) -> None:
 
 def _encoded(encoded: _kernels.Encoded) -> Encoded:
     selected = None if encoded.selected < 0 else encoded.selected
-    return Encoded(encoded.bytes, selected, encoded.residual_sq**0.5, encoded.finite)
+    return Encoded(encoded.bytes, selected, encoded.residual_sq**0.5, encoded.finite, encoded.energy, encoded.improvement)
 
 
 def _show(value: Any) -> str:

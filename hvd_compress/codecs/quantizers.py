@@ -33,24 +33,24 @@ class _Quantizer(Codec):
     """Consecutive values that share a norm, the paper's d: 1 to 2^31 - 1."""
     coding: str = "fixed"
     """"fixed": fast, `bits` an element. "elias": the paper's, shorter where most levels are 0."""
-    feedback: bool = False
+    error_feedback: bool = False
     """Error feedback: keep a residual, and send 1 / (1 + variance bound) of the rounded value, so that it contracts. The papers
     have none."""
 
-    optional: ClassVar[frozenset[str]] = frozenset({"coding", "feedback"})
+    optional: ClassVar[frozenset[str]] = frozenset({"coding", "error_feedback"})
 
     def __post_init__(self) -> None:
         self._check_integer("bits", 2, 8)
         self._check_integer("bucket", 1, MAX_BUCKET)
         if self.coding not in _kernels.Coding.__members__:
             raise self._refuse("coding", " or ".join(repr(c) for c in _kernels.Coding.__members__))
-        if not isinstance(self.feedback, bool):
-            raise self._refuse("feedback", "true or false")
+        if not isinstance(self.error_feedback, bool):
+            raise self._refuse("error_feedback", "true or false")
 
     @property
     def has_residual(self) -> bool:
         """Only under error feedback."""
-        return self.feedback
+        return self.error_feedback
 
     @property
     def is_sparse(self) -> bool:
@@ -64,15 +64,15 @@ class _Quantizer(Codec):
 
     def kernel_options(self) -> dict[str, Any]:
         """What the kernels need to know of it."""
-        options = dataclasses.asdict(self)
-        return {**options, "coding": getattr(_kernels.Coding, self.coding)}
+        coding = getattr(_kernels.Coding, self.coding)
+        return {"bits": self.bits, "bucket": self.bucket, "coding": coding, "feedback": self.error_feedback}
 
 
 @functools.cache
 def _gaussian_ratio(codec: _Quantizer) -> float:
     grad = np.random.default_rng(0).standard_normal(2**16, np.float32)
     out = np.empty(codec.max_payload(grad.size), np.uint8)
-    unbiased = dataclasses.replace(codec, feedback=False)
+    unbiased = dataclasses.replace(codec, error_feedback=False)
     return grad.nbytes / unbiased.encode(Vector.of(grad), None, None, 0, Vector.of(out)).bytes
 
 

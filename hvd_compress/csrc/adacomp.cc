@@ -202,7 +202,7 @@ class AdaComp final : public Codec {
 
   size_t max_payload(size_t n) const override { return kHeaderBytes + n * width_; }
 
-  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, const Step&,
                  uint8_t* out) const override {
     if (n > 0 && (!residual_in || !residual_out)) throw std::invalid_argument("AdaComp needs a residual");
     Selection s;

@@ -68,11 +68,11 @@ void bind_chunks(py::module_& m) {
         return chunks.split(bytes_at(message), bytes, bytes_at(out));
       });
   m.def("encode_again", [](const Codec& codec, const std::vector<std::pair<uintptr_t, size_t>>& payloads, float weight,
-                           uintptr_t residual_in, uintptr_t residual_out, size_t n, uint64_t seed, uintptr_t scratch,
+                           uintptr_t residual_in, uintptr_t residual_out, size_t n, const Step& step, uintptr_t scratch,
                            uintptr_t out) {
     const std::vector<Bytes> all = bytes_of(payloads);
     py::gil_scoped_release release;
-    return encode_again(codec, all, weight, floats_at(residual_in), floats_at(residual_out), n, seed, floats_at(scratch),
+    return encode_again(codec, all, weight, floats_at(residual_in), floats_at(residual_out), n, step, floats_at(scratch),
                         bytes_at(out));
   });
 }
@@ -131,7 +131,10 @@ PYBIND11_MODULE(_kernels, m) {
       .value("qsgd", Kind::kQsgd)
       .value("qsgdinf", Kind::kQsgdInf)
       .value("nuqsgd", Kind::kNuqsgd)
-      .value("onebit", Kind::kOneBit);
+      .value("onebit", Kind::kOneBit)
+      .value("topk", Kind::kTopK)
+      .value("randomk", Kind::kRandomK)
+      .value("cat", Kind::kCat);
   py::enum_<DType>(m, "DType")
       .value("float16", DType::kFloat16)
       .value("bfloat16", DType::kBFloat16)
@@ -139,6 +142,15 @@ PYBIND11_MODULE(_kernels, m) {
       .value("float64", DType::kFloat64);
   py::enum_<Coding>(m, "Coding").value("fixed", Coding::kFixed).value("elias", Coding::kElias);
   py::enum_<Scale>(m, "Scale").value("l1", Scale::kL1).value("l2", Scale::kL2);
+  py::enum_<Scheme>(m, "Scheme")
+      .value("topk", Scheme::kTopK)
+      .value("topk+sign", Scheme::kTopKSign)
+      .value("stochastic", Scheme::kStochastic);
+  py::enum_<CostKind>(m, "CostKind")
+      .value("measured", CostKind::kMeasured)
+      .value("bits", CostKind::kBits)
+      .value("packets", CostKind::kPackets)
+      .value("time", CostKind::kTime);
 
   py::register_exception<MalformedPayload>(m, "PayloadError", PyExc_ValueError).attr("__module__") = "hvd_compress";
 
@@ -146,23 +158,55 @@ PYBIND11_MODULE(_kernels, m) {
       .def_readonly("bytes", &Encoded::bytes)
       .def_readonly("selected", &Encoded::selected)
       .def_readonly("residual_sq", &Encoded::residual_sq)
-      .def_readonly("finite", &Encoded::finite);
+      .def_readonly("finite", &Encoded::finite)
+      .def_readonly("energy", &Encoded::energy)
+      .def_readonly("improvement", &Encoded::improvement);
+  py::class_<CostModel>(m, "CostModel")
+      .def(py::init([](CostKind kind, double c0, double c1, double packet_bytes, double latency, double seconds_per_byte) {
+             return CostModel{kind, c0, c1, packet_bytes, latency, seconds_per_byte};
+           }),
+           py::arg("kind"), py::kw_only(), py::arg("c0") = 0.0, py::arg("c1") = 1.0, py::arg("packet_bytes") = 1500.0,
+           py::arg("latency") = 0.0, py::arg("seconds_per_byte") = 0.0)
+      .def("of", &CostModel::of);
+  py::class_<Step>(m, "Step")
+      .def(py::init([](uint64_t seed, double latency, double seconds_per_byte, double explore) {
+             return Step{seed, latency, seconds_per_byte, explore};
+           }),
+           py::arg("seed") = 0, py::arg("latency") = Step().latency, py::arg("seconds_per_byte") = Step().seconds_per_byte,
+           py::arg("explore") = 0.0);
+  py::class_<Scope>(m, "Scope")
+      .def("add",
+           [](Scope& scope, uint32_t index, uintptr_t grad, DType dtype, uintptr_t residual_in, uintptr_t residual_out, size_t n,
+              uintptr_t momentum, float weight, float momentum_weight) {
+             const Gradient gradient{reinterpret_cast<const void*>(grad), dtype, floats_at(momentum), weight, momentum_weight};
+             py::gil_scoped_release release;
+             return scope.add(index, gradient, floats_at(residual_in), floats_at(residual_out), n);
+           },
+           py::arg("index"), py::arg("grad"), py::arg("dtype"), py::arg("residual_in"), py::arg("residual_out"), py::arg("n"),
+           py::arg("momentum") = 0, py::arg("weight") = 1.0f, py::arg("momentum_weight") = 0.0f)
+      .def("choose", &Scope::choose, py::call_guard<py::gil_scoped_release>())
+      .def("encode", [](Scope& scope, uint32_t index, uint64_t seed, uintptr_t out) {
+        py::gil_scoped_release release;
+        return scope.encode(index, seed, bytes_at(out));
+      });
   py::class_<Codec, std::shared_ptr<Codec>>(m, "Codec")
-      .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback, Scale scale) {
-             return create(kind, Options{bin, c, bits, bucket, coding, feedback, scale});
+      .def(py::init([](Kind kind, int64_t bin, float c, int bits, int64_t bucket, Coding coding, bool feedback, Scale scale,
+                       Scheme scheme, double fraction, bool joint, const CostModel& cost) {
+             return create(kind, Options{bin, c, bits, bucket, coding, feedback, scale, scheme, fraction, joint, cost});
            }),
            py::arg("kind"), py::kw_only(), py::arg("bin") = 0, py::arg("c") = 2.0f, py::arg("bits") = 0,
            py::arg("bucket") = 0, py::arg("coding") = Coding::kFixed, py::arg("feedback") = false,
-           py::arg("scale") = Scale::kL1)
+           py::arg("scale") = Scale::kL1, py::arg("scheme") = Scheme::kTopK, py::arg("fraction") = 0.0,
+           py::arg("joint") = false, py::arg("cost") = CostModel())
       .def("max_payload", &Codec::max_payload)
       .def("encode",
            [](const Codec& codec, uintptr_t grad, DType dtype, uintptr_t residual_in, uintptr_t residual_out, size_t n,
-              uint64_t seed, uintptr_t out, uintptr_t momentum, float weight, float momentum_weight) {
+              const Step& step, uintptr_t out, uintptr_t momentum, float weight, float momentum_weight) {
              const Gradient gradient{reinterpret_cast<const void*>(grad), dtype, floats_at(momentum), weight, momentum_weight};
              py::gil_scoped_release release;
-             return codec.encode(gradient, floats_at(residual_in), floats_at(residual_out), n, seed, bytes_at(out));
+             return codec.encode(gradient, floats_at(residual_in), floats_at(residual_out), n, step, bytes_at(out));
            },
-           py::arg("grad"), py::arg("dtype"), py::arg("residual_in"), py::arg("residual_out"), py::arg("n"), py::arg("seed"),
+           py::arg("grad"), py::arg("dtype"), py::arg("residual_in"), py::arg("residual_out"), py::arg("n"), py::arg("step"),
            py::arg("out"), py::arg("momentum") = 0, py::arg("weight") = 1.0f, py::arg("momentum_weight") = 0.0f)
       .def("decode_add",
            [](const Codec& codec, uintptr_t payload, size_t bytes, float weight, uintptr_t out, size_t n) {
@@ -170,6 +214,8 @@ PYBIND11_MODULE(_kernels, m) {
              codec.decode(bytes_at(payload), bytes, weight, true, floats_at(out), n);
            })
       .def_property_readonly("grain", &Codec::grain)
+      .def_property_readonly("shares_seed", &Codec::shares_seed)
+      .def("scope", &Codec::scope)
       .def("cut", [](const Codec& codec, uintptr_t payload, size_t bytes, size_t n, size_t begin, size_t end, size_t cursor,
                      uintptr_t out) {
         const size_t size = codec.cut(bytes_at(payload), bytes, n, begin, end, cursor, bytes_at(out));

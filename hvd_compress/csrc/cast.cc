@@ -85,7 +85,7 @@ class Cast final : public Codec {
 
   size_t max_payload(size_t n) const override { return kChecksumBytes + width_ * n; }
 
-  Encoded encode(const Gradient& grad, const float* residual_in, float*, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float*, size_t n, const Step&,
                  uint8_t* out) const override {
     if (n > 0 && residual_in) throw std::invalid_argument("a cast keeps no residual");
     Encoded encoded;

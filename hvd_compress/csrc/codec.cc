@@ -21,6 +21,11 @@ std::unique_ptr<Codec> create(Kind kind, const Options& options) {
       return create_quantizer(kind, options);
     case Kind::kOneBit:
       return create_onebit(options);
+    case Kind::kTopK:
+    case Kind::kCat:
+      return create_sparsifier(options);
+    case Kind::kRandomK:
+      return create_randomk(options);
   }
   throw std::invalid_argument("unknown codec kind");
 }

@@ -54,7 +54,7 @@ class OneBit final : public Codec {
 
   size_t max_payload(size_t n) const override { return kHead + (n + 7) / 8; }
 
-  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, const Step&,
                  uint8_t* out) const override {
     if (n > 0 && (residual_in == nullptr || residual_out == nullptr))
       throw std::invalid_argument("onebit needs a residual");

@@ -232,13 +232,13 @@ class Quantizer final : public Codec {
     return kChecksumBytes + (coding_ == Coding::kFixed ? fixed_bytes(n) : 2 * n + 12 * (n / bucket_ + 1) + 8);
   }
 
-  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, uint64_t seed,
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, const Step& step,
                  uint8_t* out) const override {
     if (n > 0 && (feedback_ != (residual_in != nullptr) || feedback_ != (residual_out != nullptr)))
       throw std::invalid_argument("a quantizer has a residual under error feedback, and only then");
     const auto run = coding_ == Coding::kFixed ? &Quantizer::encode_with<FixedWriter> : &Quantizer::encode_with<EliasWriter>;
     Encoded encoded;
-    (this->*run)(grad, residual_in, residual_out, n, seed, out + kChecksumBytes, encoded);
+    (this->*run)(grad, residual_in, residual_out, n, step.seed, out + kChecksumBytes, encoded);
     encoded.bytes += kChecksumBytes;
     seal(out, encoded.bytes);
     return encoded;

@@ -86,9 +86,10 @@ void decode_sum(const Codec& codec, const std::vector<Bytes>& payloads, float we
 }
 
 Encoded encode_again(const Codec& codec, const std::vector<Bytes>& payloads, float weight, const float* residual_in,
-                     float* residual_out, size_t n, uint64_t seed, float* scratch, uint8_t* out) {
+                     float* residual_out, size_t n, const Step& step, float* scratch, uint8_t* out) {
   decode_sum(codec, payloads, weight, scratch, n);
-  return codec.encode({scratch, DType::kFloat32}, residual_in, residual_out, n, seed, out);
+  if (payloads.empty()) return codec.encode({scratch, DType::kFloat32}, residual_in, residual_out, n, step, out);
+  return codec.encode_mean(payloads[0].first, scratch, residual_in, residual_out, n, step, out);
 }
 
 }  // namespace hvd_compress

@@ -57,6 +57,6 @@ void decode_sum(const Codec& codec, const std::vector<Bytes>& payloads, float we
 
 // Encodes weight times the sum of a piece's payloads (n elements), as Codec::encode does; scratch has room for n floats.
 Encoded encode_again(const Codec& codec, const std::vector<Bytes>& payloads, float weight, const float* residual_in,
-                     float* residual_out, size_t n, uint64_t seed, float* scratch, uint8_t* out);
+                     float* residual_out, size_t n, const Step& step, float* scratch, uint8_t* out);
 
 }  // namespace hvd_compress

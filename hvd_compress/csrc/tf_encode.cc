@@ -179,12 +179,12 @@ class EncodeOp final : public MemberOp {
     }
     if (!task.has_residual && floats_of(residual) == 0) {
       *changed = false;
-      return task.codec->encode(gradient, nullptr, nullptr, n, seed, out);
+      return task.codec->encode(gradient, nullptr, nullptr, n, {seed}, out);
     }
     Before* before = kept_of(session_, task.segment)->gradient.get();
     if (task.has_residual) {
       return encode_with(context, residual, before, static_cast<int64_t>(n), [&](const float* in, float* left) {
-        return task.codec->encode(gradient, in, left, n, seed, out);
+        return task.codec->encode(gradient, in, left, n, {seed}, out);
       });
     }
     // What a codec before has left is sent.
@@ -196,7 +196,7 @@ class EncodeOp final : public MemberOp {
     gradient.data = sum.data();
     gradient.dtype = DType::kFloat32;
     gradient.weight = 1;
-    const Encoded encoded = task.codec->encode(gradient, nullptr, nullptr, n, seed, out);
+    const Encoded encoded = task.codec->encode(gradient, nullptr, nullptr, n, {seed}, out);
     before->residual = *residual->tensor();
     *residual->tensor() = Tensor(tensorflow::DT_FLOAT, TensorShape({0}));
     return encoded;

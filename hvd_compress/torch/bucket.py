@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvd_compress import _kernels
+from hvd_compress.codecs.base import Measured
 from hvd_compress.exchange import SCATTER_GATHER
 from hvd_compress.message import Flags, MessageWriter
 from hvd_compress.torch.exchange import Exchange
@@ -21,8 +22,11 @@ class Bucket:
     optimizer, never comes. One that comes unexpectedly is late: late ones go into a second message, when all gradients are
     there. Both are the same on all ranks, since Horovod needs that too. In the first round all are late.
 
-    Args:
+    Attributes:
         index: Its number in the plan.
+
+    Args:
+        index: The same.
         slots: Of its segments, in the plan's order.
         exchange: Of the compression.
         digest: Of the plan.
@@ -39,7 +43,7 @@ class Bucket:
         scratch: Scratch,
         seed: Callable[[int, int], int],
     ) -> None:
-        self._index = index
+        self.index = index
         self._exchange = exchange
         self._digest = digest
         self._segments = len(slots)
@@ -70,38 +74,36 @@ class Bucket:
 
     def arrive(self, slot: Slot, round: Round) -> bool:
         """Notes that a segment has come; returns whether it is late."""
-        round.came[self._index].add(slot)
+        round.came[self.index].add(slot)
         return slot not in self._expected
 
     def is_full(self, round: Round) -> bool:
         """Whether every segment that was expected has come."""
-        return self._expected <= round.came[self._index]
+        return self._expected <= round.came[self.index]
 
-    def send(self, late: bool, round: Round, check: Check) -> None:
-        """Enqueues the message."""
+    def send(self, late: bool, round: Round, measured: Measured, check: Check) -> None:
+        """Enqueues the message; `measured` is for encoding again."""
         writer = self.writer(late)
         if round.repeat:
             writer.flags |= Flags.REPEAT
         length = writer.finish(self._digest, round.step)
         # Only a second message has another name: a rank whose plan alone has changed must still meet the others.
-        name = f"bucket.{self._index}" + (".late" if (self._index, False) in round.transfers else "")
-        round.transfers[self._index, late] = self._transfer(name, writer.buffer[:length], late, round, check)
+        name = f"bucket.{self.index}" + (".late" if (self.index, False) in round.transfers else "")
+        round.transfers[self.index, late] = self._transfer(name, writer.buffer[:length], late, round, measured, check)
 
-    def _transfer(self, name: str, message: np.ndarray, late: bool, round: Round, check: Check) -> Transfer:
+    def _transfer(self, name: str, message: np.ndarray, late: bool, round: Round, measured: Measured, check: Check) -> Transfer:
         if self._chunked is None:
             return Gather(self._exchange, name, message, check)
         if late not in self._buffers:
             self._buffers[late] = ChunkBuffers(self._chunked.chunks, round.rank)
-        return ScatterGather(self._exchange, name, message, check, self._chunked, self._buffers[late], round)
+        return ScatterGather(self._exchange, name, message, check, self._chunked, self._buffers[late], measured, round)
 
-    def flush(self, round: Round, check: Check) -> None:
-        """Enqueues what has come and was not sent."""
-        came = round.came[self._index]
-        for late in (False, True):
-            if (self._index, late) not in round.transfers and any((slot not in self._expected) == late for slot in came):
-                self.send(late, round, check)
+    def unsent(self, round: Round) -> list[bool]:
+        """Which of the two messages, the late one or not, something has come for that was not sent."""
+        came = {slot not in self._expected for slot in round.came[self.index]}
+        return [late for late in sorted(came) if (self.index, late) not in round.transfers]
 
     def expect(self, round: Round) -> None:
         """Ends a round: what came in it is expected in the next."""
-        if round.came[self._index]:
-            self._expected = round.came[self._index]
+        if round.came[self.index]:
+            self._expected = round.came[self.index]

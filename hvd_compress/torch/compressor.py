@@ -25,13 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
-from hvd_compress.codecs.base import Momentum
-from hvd_compress.exchange import AUTO, SCATTER_GATHER
+from hvd_compress.codecs.base import ASSUMED, Momentum
+from hvd_compress.exchange import AUTO
 from hvd_compress.message import Flags, Message
 from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, SAME_ON_ALL, check_exchange, check_name, check_seed
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
 from hvd_compress.stats import Stats
 from hvd_compress.torch.bucket import Bucket
+from hvd_compress.torch.encoder import Encoder
 from hvd_compress.torch.exchange import Exchange, Pending, StandIn
 from hvd_compress.torch.memory import Scratch, sample, vector
 from hvd_compress.torch.round import Context, Round
@@ -94,6 +95,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._grad_scaler = grad_scaler
         self.stats = Stats()
         self._scratch = Scratch()
+        self._measured = ASSUMED
 
         set_id = process_set.process_set_id or 0
         number = _made.get(set_id, 0)
@@ -154,13 +156,12 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             context = Context(round, slot, tensor, self._is_dense(slot))
             if context.dense:
                 return self._dense(context), context
-            assert slot.segment.bucket is not None
-            bucket = self._buckets[slot.segment.bucket]
+            bucket = self._bucket(context)
             context.late = bucket.arrive(slot, round)
             if not round.repeat:
-                self._encode(context)
+                self._encoder(context).encode(context)
             if not context.late and bucket.is_full(round):
-                bucket.send(False, round, lambda messages: self._check(round, messages))
+                self._send(bucket, False, round)
             for transfer in round.transfers.values():
                 transfer.advance()
             return round.stand_in.to(tensor.device, copy=True), context
@@ -257,7 +258,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if not round.flushed:
             round.flushed = True
             for bucket in self._buckets:
-                bucket.flush(round, lambda messages: self._check(round, messages))
+                for late in bucket.unsent(round):
+                    self._send(bucket, late, round)
 
     def _close(self, round: Round) -> None:
         for bucket in self._buckets:
@@ -294,36 +296,27 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if self._has_residuals and reduced.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(reduced, math.inf)):
             context.round.nonfinite = True
 
-    def _encode(self, context: Context) -> None:
-        slot, round = context.slot, context.round
-        start = time.perf_counter()
-        assert slot.segment.bucket is not None
-        writer = self._buckets[slot.segment.bucket].writer(context.late)
-        flat, context.flat = slot.flatten(context.grad)
-        counters = round.record.of(slot.name)
-        payload_bytes = 0
-        if not slot.parameter.requires_grad:  # Horovod sends zeros for a frozen one too: its residual must not move it
-            slot.keep()
-        else:
-            seed = _kernels.mix_seed(self._seed, round.rank, round.step, slot.segment.index)
-            encoded = slot.encode(flat, seed, writer.room(), self._momentum(slot, round.scale))
-            if writer.segments == 0 and context.flat is not None and encoded.finite:
-                context.sample = sample(context.flat).clone()
-            payload_bytes, counters.selected = encoded.bytes, encoded.selected
-            if not encoded.finite:
-                writer.flags |= Flags.NONFINITE
-        message_bytes = writer.add(slot.segment.index, payload_bytes)
-        grad_bytes = flat.numel() * flat.element_size()
-        if slot.segment.exchange == SCATTER_GATHER:
-            counters.count_scattered(round.size, grad_bytes, 0)  # the rest is counted when it is sent
-        else:
-            counters.count_gathered(round.size, grad_bytes, message_bytes)
-        counters.encode_s = time.perf_counter() - start
+    def _encoder(self, context: Context) -> Encoder:
+        """Of the message that the gradient goes into."""
+        bucket, round = self._bucket(context), context.round
+        key = (bucket.index, context.late)
+        if key not in round.encoders:
+            writer = bucket.writer(context.late)
+            round.encoders[key] = Encoder(writer, self._seed, self._momentum, self._measured)
+        return round.encoders[key]
+
+    def _bucket(self, context: Context) -> Bucket:
+        assert context.slot.segment.bucket is not None
+        return self._buckets[context.slot.segment.bucket]
+
+    def _send(self, bucket: Bucket, late: bool, round: Round) -> None:
+        if (bucket.index, late) in round.encoders:
+            round.encoders[bucket.index, late].finish()
+        bucket.send(late, round, self._measured, lambda messages: self._check(round, messages))
 
     def _decode(self, context: Context, stand_in: torch.Tensor) -> None:
         slot, round = context.slot, context.round
         counters = round.record.of(slot.name)
-        assert slot.segment.bucket is not None
         factor, same_plan = StandIn.read(stand_in, round.size, self._plan.digest)
         if not same_plan:
             self._raise_mismatch("another rank has")
@@ -331,7 +324,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             round.went_on = True
             for each in round.transfers.values():
                 each.go_on()
-        transfer = round.transfers[slot.segment.bucket, context.late]
+        transfer = round.transfers[self._bucket(context).index, context.late]
         received = transfer.wait()
         counters.wait_s, transfer.waited_s = transfer.waited_s, 0.0
         if round.repeat and received.is_repeat:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-from hvd_compress.codecs import Encoded
 from hvd_compress.torch.memory import vector
 from hvd_compress.vector import Vector
+
+Result = TypeVar("Result")
 
 
 class Residual:
@@ -27,14 +29,14 @@ class Residual:
         self._before: tuple[torch.Tensor | None, float] = (None, 0.0)  # value and norm before the last encoding
         self._spare: torch.Tensor | None = None  # memory for the next residual
 
-    def encode(self, n: int, run: Callable[[Vector, Vector], Encoded]) -> Encoded:
-        """Calls ``run(residual_in, residual_out)``, and keeps what it leaves."""
+    def replace(self, n: int, run: Callable[[Vector, Vector], Result]) -> Result:
+        """Calls ``run(residual_in, residual_out)``, which encodes, and keeps what it leaves; `sq` is still to be set."""
         old = self.value if self.value is not None else torch.zeros(n)
         new = self._spare if self._spare is not None else torch.empty(n)
-        encoded = run(vector(old), vector(new))
+        result = run(vector(old), vector(new))
         self._before = (old, self.sq)
-        self.value, self.sq, self._spare = new, encoded.residual_norm**2, old
-        return encoded
+        self.value, self._spare = new, old
+        return result
 
     def take(self) -> torch.Tensor | None:
         """The residual, to be sent: afterwards there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from hvd_compress.stats import Record
 from hvd_compress.torch.exchange import Exchange, StandIn
 from hvd_compress.torch.slot import Slot
 from hvd_compress.torch.transfer import Transfer
+
+if TYPE_CHECKING:
+    from hvd_compress.torch.encoder import Encoder
 
 
 class Round:
@@ -28,6 +32,7 @@ class Round:
         self.nonfinite = False
         self.came: defaultdict[int, set[Slot]] = defaultdict(set)  # by bucket
         self.transfers: dict[tuple[int, bool], Transfer] = {}  # by bucket, and whether of its late segments
+        self.encoders: dict[tuple[int, bool], Encoder] = {}  # of the same
         self.record = Record()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hvd_compress.codecs import Encoded
-from hvd_compress.codecs.base import Momentum
+from hvd_compress.codecs.base import CodecScope, Measured, Momentum
 from hvd_compress.plan import Parameter, Segment
 from hvd_compress.torch.memory import vector
 from hvd_compress.torch.residual import Residual
@@ -78,21 +78,42 @@ class Slot:
 
     # --- encode
 
-    def encode(self, flat: torch.Tensor, seed: int, out: Vector, momentum: Momentum | None = None) -> Encoded:
+    def encode(self, flat: torch.Tensor, seed: int, out: Vector, momentum: Momentum | None, measured: Measured) -> Encoded:
         """Encodes a flat gradient together with the residual; see `Codec.encode`."""
         codec = self.segment.codec
         if not codec.has_residual:
-            return codec.encode(vector(self.with_leftover(flat)), None, None, seed, out, momentum)
-        return self.residual.encode(flat.numel(), lambda old, new: codec.encode(vector(flat), old, new, seed, out, momentum))
+            return codec.encode(vector(self.with_leftover(flat)), None, None, seed, out, momentum, measured)
+        encoded = self.residual.replace(
+            flat.numel(), lambda old, new: codec.encode(vector(flat), old, new, seed, out, momentum, measured)
+        )
+        self.residual.sq = encoded.residual_norm**2
+        return encoded
 
-    def encode_again(self, payloads: Sequence[Vector], weight: float, seed: int, scratch: Vector, out: Vector) -> Encoded:
+    def survey(self, scope: CodecScope, flat: torch.Tensor, momentum: Momentum | None) -> None:
+        """Adds a flat gradient and the residual to a scope; see `CodecScope.add`."""
+        index = self.segment.index
+        if self.segment.codec.has_residual:
+            self.residual.replace(flat.numel(), lambda old, new: scope.add(index, vector(flat), old, new, momentum))
+        else:
+            scope.add(index, vector(self.with_leftover(flat)), None, None, momentum)
+
+    def surveyed(self, encoded: Encoded) -> None:
+        """What was added to a scope was encoded."""
+        if self.segment.codec.has_residual:
+            self.residual.sq = encoded.residual_norm**2
+
+    def encode_again(
+        self, payloads: Sequence[Vector], weight: float, seed: int, scratch: Vector, out: Vector, measured: Measured
+    ) -> Encoded:
         """Encodes the mean of the own piece together with its residual; see `Codec.encode_again`."""
         codec = self.segment.codec
         if not codec.has_residual:
-            return codec.encode_again(payloads, weight, None, None, seed, scratch, out)
-        return self.piece_residual.encode(
-            scratch.length, lambda old, new: codec.encode_again(payloads, weight, old, new, seed, scratch, out)
+            return codec.encode_again(payloads, weight, None, None, seed, scratch, out, measured)
+        encoded = self.piece_residual.replace(
+            scratch.length, lambda old, new: codec.encode_again(payloads, weight, old, new, seed, scratch, out, measured)
         )
+        self.piece_residual.sq = encoded.residual_norm**2
+        return encoded
 
     def with_leftover(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient plus the residual that a codec before left, which is then sent."""

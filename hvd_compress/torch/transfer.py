@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_compress import _kernels
 from hvd_compress._kernels import PayloadError
+from hvd_compress.codecs.base import Measured
 from hvd_compress.message import Flags, Message, MessageWriter, read_messages
 from hvd_compress.torch.exchange import Exchange, Pending
 from hvd_compress.torch.memory import Scratch
@@ -162,6 +163,7 @@ class ScatterGather(Transfer):
         check: See `Check`.
         bucket: Of the bucket.
         buffers: Of this transfer alone.
+        measured: What sending costs.
         round: What was sent is counted in its record; residuals that change are marked with it.
     """
 
@@ -173,12 +175,13 @@ class ScatterGather(Transfer):
         check: Check,
         bucket: Chunked,
         buffers: ChunkBuffers,
+        measured: Measured,
         round: Round,
     ) -> None:
         super().__init__()
         self._exchange, self._name, self._check = exchange, name, check
         self._ranks, self._rank = round.size, round.rank
-        self._bucket, self._writer, self._round = bucket, buffers.writer, round
+        self._bucket, self._writer, self._measured, self._round = bucket, buffers.writer, measured, round
         lengths = bucket.chunks.split(Vector.of(message).address, message.size, Vector.of(buffers.split).address)
         sent = buffers.split[: sum(lengths)]
         self._count_split(sent)
@@ -258,7 +261,7 @@ class ScatterGather(Transfer):
             slot.piece_residual.round = self._round
             if payloads:
                 seed, scratch = self._bucket.seed(self._round.step, index), self._bucket.scratch.floats(end - begin)
-                encoded = slot.encode_again(payloads, 1 / self._ranks, seed, scratch, writer.room())
+                encoded = slot.encode_again(payloads, 1 / self._ranks, seed, scratch, writer.room(), self._measured)
                 size = encoded.bytes
                 if not encoded.finite:
                     writer.flags |= Flags.NONFINITE

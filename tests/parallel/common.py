@@ -12,11 +12,24 @@ SPECS = [
     "qsgdinf:bits=2",
     "nuqsgd:bits=4",
     "nuqsgd:bits=3,bucket=100,coding=elias",
-    "qsgd:bits=8,feedback=true",
+    "qsgd:bits=8,error_feedback=true",
     "onebit",
+    "topk:fraction=0.05",
+    "randomk:fraction=0.2",
+    "cat",
+    "cat:scheme=topk+sign,cost=time,latency=1e-4,bandwidth=1e8",
+    "cat:scheme=stochastic,cost=packets,scope=model",
 ]
 COMPRESSED = [spec for spec in SPECS if spec not in ("none", "fp16")]
-WITH_RESIDUAL = ["adacomp", "qsgd:bits=8,feedback=true", "onebit:scale=l2"]
+WITH_RESIDUAL = [
+    "adacomp",
+    "qsgd:bits=8,error_feedback=true",
+    "onebit:scale=l2",
+    "topk",
+    "randomk:fraction=0.1",
+    "cat:cost=time,latency=1e-6,bandwidth=1e8",
+    "cat:scheme=topk+sign,cost=packets,scope=model",
+]
 
 
 def rank():

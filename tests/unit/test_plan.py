@@ -206,6 +206,14 @@ class TestDigest:
             assert plan.digest != plan_of().digest
 
     def test_options_of_a_codec(self):
-        specs = ["qsgd", "qsgd:bits=5", "qsgd:bucket=511", "qsgd:coding=elias", "qsgd:feedback=true", "nuqsgd", "adacomp:c=1"]
+        specs = [
+            "qsgd",
+            "qsgd:bits=5",
+            "qsgd:bucket=511",
+            "qsgd:coding=elias",
+            "qsgd:error_feedback=true",
+            "nuqsgd",
+            "adacomp:c=1",
+        ]
         assert len({plan_of(codec=spec).digest for spec in specs}) == len(specs)
         assert plan_of(codec="qsgd").digest == Plan(LAYERS, Policy(make("qsgd", bits=4)), 1 << 20).digest

@@ -93,12 +93,12 @@ def contraction(kind, bits, bucket):
 def test_feedback_keeps_what_was_lost(kind, bits, bucket, coding):
     n = 2 * bucket + 77
     grad, residual = gaussian(n, seed=1), gaussian(n, seed=2)
-    codec = make(kind, bits=bits, bucket=bucket, coding=coding, feedback=True)
+    codec = make(kind, bits=bits, bucket=bucket, coding=coding, error_feedback=True)
     result = encode(codec, grad, residual, seed=3)
     decoded = decode(codec, result.payload, n)
     assert np.array_equal(result.residual, grad + residual - decoded)
     assert result.encoded.residual_norm == pytest.approx(np.linalg.norm(result.residual.astype(np.float64)), rel=1e-6)
-    # The same rounding as without feedback, scaled.
+    # The same rounding as without error_feedback, scaled.
     plain = make(kind, bits=bits, bucket=bucket, coding=coding)
     unscaled = decode(plain, encode(plain, grad + residual, seed=3).payload, n)
     np.testing.assert_allclose(decoded, contraction(kind, bits, bucket) * unscaled, rtol=1e-6)
@@ -108,7 +108,7 @@ def test_feedback_keeps_what_was_lost(kind, bits, bucket, coding):
 def test_feedback_contracts(kind, bits, bucket):
     """E ||v - C(v)||^2 <= (1 - delta) ||v||^2, so over steps the residual stays bounded, and what is sent adds up."""
     n, delta = bucket, contraction(kind, bits, bucket)
-    codec = make(kind, bits=bits, bucket=bucket, feedback=True)
+    codec = make(kind, bits=bits, bucket=bucket, error_feedback=True)
     v = gaussian(n, seed=4)
     left = [encode(codec, v, seed=mix_seed(0, 0, k, 0)).encoded.residual_norm ** 2 for k in range(200)]
     assert np.mean(left) - 4 * np.std(left) / np.sqrt(200) <= (1 - delta) * np.sum(v.astype(np.float64) ** 2)

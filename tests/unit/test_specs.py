@@ -23,8 +23,8 @@ EXACT = [
     "qsgdinf:bits=2,bucket=1",
     "nuqsgd:bits=8,bucket=2147483647",
     "nuqsgd:bits=4,bucket=512,coding=elias",
-    "qsgd:bits=4,bucket=512,feedback=true",
-    "qsgdinf:bits=3,bucket=128,coding=elias,feedback=true",
+    "qsgd:bits=4,bucket=512,error_feedback=true",
+    "qsgdinf:bits=3,bucket=128,coding=elias,error_feedback=true",
     "onebit:scale=l1",
     "onebit:scale=l2",
 ]
@@ -36,7 +36,7 @@ SHORT = {
     "onebit": "onebit:scale=l1",
     "nuqsgd:bucket=64": "nuqsgd:bits=4,bucket=64",
     "qsgd:bucket=64,bits=8": "qsgd:bits=8,bucket=64",
-    "qsgd:coding=fixed,feedback=false": "qsgd:bits=4,bucket=512",
+    "qsgd:coding=fixed,error_feedback=false": "qsgd:bits=4,bucket=512",
     " qsgd : bits = 4 , bucket = 512 ": "qsgd:bits=4,bucket=512",
 }
 BAD = {
@@ -50,7 +50,7 @@ BAD = {
     "qsgd:bits=4,": ["''", "key=value"],
     "qsgd:bits=4,,bucket=1": ["''", "key=value"],
     "qsgd:bits=4,bits=4": ["'bits'", "twice"],
-    "qsgd:bit=4": ["'bit'", "bits", "bucket", "coding", "feedback"],
+    "qsgd:bit=4": ["'bit'", "bits", "bucket", "coding", "error_feedback"],
     "none:bits=4": ["'bits'", "none"],
     "adacomp:bits=4": ["'bits'", "bin", "c"],
     "qsgd:bits=1": ["bits=1", "2 to 8"],
@@ -65,8 +65,8 @@ BAD = {
     "qsgdinf:coding=true": ["coding=True", "'fixed'", "'elias'"],
     "onebit:scale=l3": ["scale='l3'", "'l1'", "'l2'"],
     "onebit:bits=1": ["'bits'", "scale"],
-    "qsgdinf:feedback=1": ["feedback=1", "true or false"],
-    "qsgdinf:feedback=yes": ["feedback='yes'", "true or false"],
+    "qsgdinf:error_feedback=1": ["error_feedback=1", "true or false"],
+    "qsgdinf:error_feedback=yes": ["error_feedback='yes'", "true or false"],
     "adacomp:bin=0": ["bin=0", "1 to 16383"],
     "adacomp:bin=16384": ["bin=16384", "1 to 16383"],
     "adacomp:bin=50.5": ["bin=50.5", "1 to 16383"],
@@ -85,7 +85,7 @@ quantizers = st.builds(
     bits=st.integers(2, 8),
     bucket=st.integers(1, 2**31 - 1),
     coding=st.sampled_from(["fixed", "elias"]),
-    feedback=st.booleans(),
+    error_feedback=st.booleans(),
 )
 adacomps = st.builds(AdaComp, bin=st.none() | st.integers(1, 16383), c=st.floats(1, 1e6) | st.integers(1, 10**6))
 codecs = quantizers | adacomps | st.sampled_from([make("none"), make("fp16"), make("bf16")])
@@ -150,7 +150,7 @@ def test_a_codec_is_returned_as_it_is():
 
 
 def test_make_refuses_as_parse_does():
-    with pytest.raises(ValueError, match=r"'level'.*bits, bucket, coding, feedback"):
+    with pytest.raises(ValueError, match=r"'level'.*bits, bucket, coding, error_feedback"):
         make("qsgd", level=3)
     with pytest.raises(ValueError, match="no codec is named 'x'"):
         make("x")
@@ -190,7 +190,7 @@ def test_adacomp_chooses_its_bin_from_the_shape(shape, bin):
 @pytest.mark.parametrize("spec", [spec for spec in EXACT if not spec.startswith("adacomp")])
 def test_the_others_take_any_shape(spec):
     assert parse(spec).for_shape((8, 3, 5, 5)) == parse(spec)
-    assert parse(spec).has_residual == ("feedback=true" in spec or spec.startswith("onebit"))
+    assert parse(spec).has_residual == ("error_feedback=true" in spec or spec.startswith("onebit"))
 
 
 @pytest.mark.parametrize("spec", ["adacomp:bin=50,c=2", "qsgd:bits=4,bucket=512", "none"])

@@ -23,7 +23,7 @@ SPECS = [
         f"{name}:bits={bits},bucket=100{rest}"
         for name in ("qsgd", "qsgdinf", "nuqsgd")
         for bits in (2, 4, 8)
-        for rest in ("", ",coding=elias", ",feedback=true")
+        for rest in ("", ",coding=elias", ",error_feedback=true")
     ),
 ]
 SEED, RANK, DIGEST = 7, 2, 2**64 - 5
@@ -380,7 +380,7 @@ NONFINITE = np.array([np.nan] * 300, np.float32)
 
 
 def test_a_step_is_undone_where_a_gradient_is_not_finite():
-    bench = Bench("adacomp:bin=50", "qsgd:bits=8,feedback=true")
+    bench = Bench("adacomp:bin=50", "qsgd:bits=8,error_feedback=true")
     grads = [tf.constant(gradient(300)), tf.constant(gradient(40))]
     bench.step(grads)
     before = [bench.residual(0), bench.residual(1)]

@@ -431,7 +431,7 @@ def test_passes_clipping_and_schedulers_on_a_real_model():
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,feedback=true", "bf16", "none"])
+@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "bf16", "none"])
 def test_any_codec(spec):
     model = convnet()
     optimizer, compression = squeezed(model, codec=spec, overrides=None, freeze_step=10, lr=3e-3)
@@ -478,7 +478,7 @@ def test_its_compression_with_another_optimizer_is_refused():
 
 def test_codecs_without_a_residual_are_refused():
     model = Vectors(large=(40, 50))
-    with pytest.raises(ValueError, match=r"qsgd:bits=4,bucket=512 keeps no residual.*; with feedback=true it does"):
+    with pytest.raises(ValueError, match=r"qsgd:bits=4,bucket=512 keeps no residual.*; with error_feedback=true it does"):
         _ = APMSqueeze(model.named_parameters(), codec="qsgd:bits=4").compression
     compression = APMSqueeze(model.named_parameters()).compression
     with pytest.raises(ValueError, match="nuqsgd:bits=2,bucket=512 keeps no residual"):

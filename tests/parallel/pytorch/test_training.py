@@ -30,24 +30,55 @@ def test_parameters_are_bitwise_equal_after_every_step(spec, exchange):
 
 
 class Simulated:
-    """What a codec makes of a vector that is encoded step after step, with the residual that it leaves."""
+    """What a codec makes of vectors that are encoded together, step after step, with the residuals that it leaves."""
 
-    def __init__(self, codec, n):
-        self.codec, self.n = codec, n
-        self.residual = torch.zeros(n) if codec.has_residual else None
+    def __init__(self, codecs, sizes):
+        self.codecs, self.sizes = codecs, sizes
+        self.residuals = [torch.zeros(n) if codec.has_residual else None for codec, n in zip(codecs, sizes, strict=True)]
 
-    def payload(self, values, seed):
-        out = torch.empty(self.codec.max_payload(self.n), dtype=torch.uint8)
-        left = torch.empty(self.n) if self.codec.has_residual else None
-        residuals = [None if r is None else vector(r) for r in (self.residual, left)]
-        encoded = self.codec.encode(vector(values), *residuals, seed, vector(out))
+    def payloads(self, vectors, seeds):
+        left = [None if r is None else torch.empty_like(r) for r in self.residuals]
+        buffers = [
+            [None if t is None else vector(t) for t in (v, before, after)]
+            for v, before, after in zip(vectors, self.residuals, left, strict=True)
+        ]
+        self.residuals = left
+        out = [torch.empty(codec.max_payload(n), dtype=torch.uint8) for codec, n in zip(self.codecs, self.sizes, strict=True)]
+        rooms = [vector(room) for room in out]
+        if self.codecs[0].is_joint:
+            scope = self.codecs[0].new_scope()
+            for i, each in enumerate(buffers):
+                scope.add(i, *each)
+            scope.choose()
+            encoded = [scope.encode(i, seed, room) for i, (seed, room) in enumerate(zip(seeds, rooms, strict=True))]
+        else:
+            arguments = zip(self.codecs, buffers, seeds, rooms, strict=True)
+            encoded = [codec.encode(*each, seed, room) for codec, each, seed, room in arguments]
+        return [room[: each.bytes] for room, each in zip(out, encoded, strict=True)]
+
+
+def decoded(codec, payloads, weight, n):
+    out = torch.empty(n)
+    codec.decode([vector(payload) for payload in payloads], weight, vector(out))
+    return out
+
+
+class Owner:
+    """Of a piece of a segment: encodes the mean again, by itself."""
+
+    def __init__(self, codec, rank, segment, begin, end):
+        self.codec, self.rank, self.segment, self.where = codec, rank, segment, slice(begin, end)
+        self.residual = torch.zeros(end - begin) if codec.has_residual else None
+
+    def again(self, mean, seed, weight):
+        if self.codec.shares_seed:  # all have sent the same elements, and so does the owner
+            return weight * mean
+        left = None if self.residual is None else torch.empty_like(self.residual)
+        out = torch.empty(self.codec.max_payload(mean.numel()), dtype=torch.uint8)
+        buffers = [None if t is None else vector(t) for t in (mean, self.residual, left)]
+        encoded = self.codec.encode(*buffers, seed, vector(out))
         self.residual = left
-        return out[: encoded.bytes]
-
-    def decoded(self, payloads, weight):
-        out = torch.empty(self.n)
-        self.codec.decode([vector(payload) for payload in payloads], weight, vector(out))
-        return out
+        return decoded(self.codec, [out[: encoded.bytes]], weight, mean.numel())
 
 
 @pytest.mark.parametrize("spec", COMPRESSED)
@@ -59,29 +90,24 @@ def test_result_is_the_mean_or_sum_of_what_each_rank_sent(spec, op, exchange, ra
     optimizer, compression = distributed(model, spec, optimizer_options={"op": op}, exchange=exchange)
     codecs = [parse(spec).for_shape(shape) for shape in shapes.values()]
     sizes = [4000, 1230]
-    senders = [[Simulated(codec, n) for codec, n in zip(codecs, sizes, strict=True)] for _ in range(ranks)]
+    senders = [Simulated(codecs, sizes) for _ in range(ranks)]
     chunks = _kernels.Chunks([(i, codecs[i].kernel, n) for i, n in enumerate(sizes)], ranks)
-    pieces = [
-        (owner, i, slice(begin, end), Simulated(codecs[i], end - begin))
-        for owner in range(ranks)
-        for i, begin, end in chunks.pieces(owner)
-    ]
+    owners = [Owner(codecs[piece[0]], rank, *piece) for rank in range(ranks) for piece in chunks.pieces(rank)]
     total = 1 if op == hvd.Average else ranks
     for step in range(1, 4):
         optimizer.zero_grad()
         model.backward(**{name: random(*shape, step=step) for name, shape in shapes.items()})
         optimizer.synchronize()
-        results = []
-        for i, shape in enumerate(shapes.values()):
-            sent = [
-                senders[rank][i].payload(random(*shape, step=step, rank=rank).flatten(), _kernels.mix_seed(0, rank, step, i))
-                for rank in range(ranks)
-            ]
-            results.append(senders[0][i].decoded(sent, (total if exchange == "allgather" else 1) / ranks))
-        if exchange == "scatter-gather":
-            for owner, i, where, simulated in pieces:
-                again = simulated.payload(results[i][where].clone(), _kernels.mix_seed(0, ranks + owner, step, i))
-                results[i][where] = simulated.decoded([again], total)
+        sent = []
+        for rank, sender in enumerate(senders):
+            grads = [random(*shape, step=step, rank=rank).flatten() for shape in shapes.values()]
+            seeds = [_kernels.mix_seed(0, 0 if codecs[i].shares_seed else rank, step, i) for i in range(len(sizes))]
+            sent.append(sender.payloads(grads, seeds))
+        weight = (total if exchange == "allgather" else 1) / ranks
+        results = [decoded(codecs[i], [payloads[i] for payloads in sent], weight, n) for i, n in enumerate(sizes)]
+        for owner in owners if exchange == "scatter-gather" else []:
+            result, seed = results[owner.segment], _kernels.mix_seed(0, ranks + owner.rank, step, owner.segment)
+            result[owner.where] = owner.again(result[owner.where].clone(), seed, total)
         for p, result in zip(model.parameters(), results, strict=True):
             assert torch.equal(p.grad.flatten(), result)
         with optimizer.skip_synchronize():

@@ -422,7 +422,7 @@ def test_a_model_is_saved_and_loaded(tmp_path):
     assert_equal_on_all_ranks(loaded.get_weights())
 
 
-@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,feedback=true", "bf16", "none"])
+@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "bf16", "none"])
 def test_any_codec(spec):
     optimizer = squeezed(None, codec=spec, freeze_step=10, learning_rate=3e-3)
     compression = optimizer.compression
@@ -461,7 +461,7 @@ def test_its_compression_with_another_optimizer_is_refused():
 
 
 def test_codecs_without_a_residual_are_refused():
-    with pytest.raises(ValueError, match=r"qsgd:bits=4,bucket=512 keeps no residual.*; with feedback=true it does"):
+    with pytest.raises(ValueError, match=r"qsgd:bits=4,bucket=512 keeps no residual.*; with error_feedback=true it does"):
         _ = APMSqueeze(codec="qsgd:bits=4").compression
     with pytest.raises(ValueError, match="nuqsgd:bits=2,bucket=512 keeps no residual"):
         APMSqueeze().compression.set_codec("nuqsgd:bits=2")

@@ -136,7 +136,7 @@ def test_only_some_of_the_results_are_asked_for(graph, ranks):
 
 def test_checkpoints(graph, tmp_path):
     """In one graph: train, save, train on, restore, and train on again, bitwise alike."""
-    compression = Compression.nuqsgd(feedback=True)
+    compression = Compression.nuqsgd(error_feedback=True)
     training = Training(compression)
     checkpoint = tf.train.Checkpoint(compression=compression, a=training.a)
     with v1.Session() as session:

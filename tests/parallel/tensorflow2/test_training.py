@@ -109,8 +109,8 @@ def test_dense_codecs_are_horovods(spec, how, ranks):
 
 
 def test_eager_and_traced_loops_are_the_same():
-    eager, _ = trained(Compression.nuqsgd(feedback=True), "eager")
-    traced, _ = trained(Compression.nuqsgd(feedback=True), "function")
+    eager, _ = trained(Compression.nuqsgd(error_feedback=True), "eager")
+    traced, _ = trained(Compression.nuqsgd(error_feedback=True), "function")
     for a, b in zip(eager, traced, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

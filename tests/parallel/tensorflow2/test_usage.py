@@ -22,7 +22,7 @@ from helpers import (
 )
 from parallel.common import WITH_RESIDUAL
 
-SPEC = "qsgd:bits=8,feedback=true"
+SPEC = "qsgd:bits=8,error_feedback=true"
 ALL = {"overrides": {"*": SPEC}}
 """Small variables too: the order in which Horovod itself adds on more than two ranks depends on what it happens to fuse."""
 
@@ -250,7 +250,7 @@ def test_gradients_that_are_missing_or_the_same():
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
-@pytest.mark.parametrize("spec", ["qsgd:bits=8,feedback=true", "none", "fp16"])
+@pytest.mark.parametrize("spec", ["qsgd:bits=8,error_feedback=true", "none", "fp16"])
 def test_other_dtypes(dtype, spec, ranks):
     w = tf.Variable(tf.zeros([40, 50], dtype))
     compression = Compression.from_spec(spec)
@@ -484,7 +484,7 @@ def test_another_codec_in_mid_training(ranks):
     vectors, compression = Vectors(a=(40, 50), b=(3,)), Compression.adacomp()
     step = tf.function(lambda *gradients: vectors.gradients(compression, *gradients))
     total = np.zeros((40, 50))
-    for i, spec in enumerate(["adacomp", "adacomp:bin=50", "none", "qsgd:bits=8,feedback=true", "fp16", "none"]):
+    for i, spec in enumerate(["adacomp", "adacomp:bin=50", "none", "qsgd:bits=8,error_feedback=true", "fp16", "none"]):
         compression.set_codec(spec)
         assert str(compression).startswith(spec.split(":")[0])
         of_a, of_b = step(tf.constant(random(40, 50, step=i)), tf.constant(random(3, step=i)))

@@ -1,0 +1,116 @@
+// Which elements of a segment were sent: `count` of `n`, ascending. The size depends on the two numbers alone, so that what a
+// choice will cost is known before it is made. All of them, or none: nothing. Else whichever is shorter of
+//
+// - a bitmap: n bits;
+// - Elias-Fano (Elias, JACM 1974): the low `width` bits of each index, one behind the other; then a bitmap in which, for the
+//   k-th index, bit k + (index >> width) is set. That is a unary code of the distances between the high parts, and altogether
+//   at most .6 bits an index more than the entropy of a random subset.
+//
+// Streams are padded to bytes, bits run from the low one up.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "codec.h"
+#include "simd.h"
+
+namespace hvd_compress {
+
+class IndexLayout {
+ public:
+  IndexLayout(size_t n, size_t count) : n_(n), count_(count) {
+    if (count == 0 || count >= n) return;
+    bytes_ = (n + 7) / 8;
+    const int about = 63 - __builtin_clzll(n / count);  // the best is n ln 2 / count, to the next powers of 2
+    for (int width = std::max(about - 1, 0); width <= about + 1; ++width) {
+      const size_t bytes = low_bytes(width) + high_bytes(width);
+      if (bytes >= bytes_) continue;
+      bytes_ = bytes;
+      width_ = width;
+    }
+  }
+
+  size_t bytes() const { return bytes_; }
+
+  // Writes bytes().
+  HVD_INLINE void write(const uint32_t* indices, uint8_t* out) const {
+    if (bytes_ == 0) return;
+    std::memset(out, 0, bytes_);
+    if (width_ < 0) {
+      for (size_t k = 0; k < count_; ++k) out[indices[k] / 8] = static_cast<uint8_t>(out[indices[k] / 8] | 1u << indices[k] % 8);
+      return;
+    }
+    uint8_t* high = out + low_bytes(width_);
+    for (size_t k = 0; k < count_; ++k) {
+      const size_t bit = k + (indices[k] >> width_);
+      high[bit / 8] = static_cast<uint8_t>(high[bit / 8] | 1u << bit % 8);
+    }
+    const uint32_t mask = (1u << width_) - 1;
+    uint64_t buffer = 0;
+    int filled = 0;
+    for (size_t k = 0; k < count_; ++k) {
+      buffer |= static_cast<uint64_t>(indices[k] & mask) << filled;
+      filled += width_;
+      if (filled >= 32) {
+        std::memcpy(out, &buffer, 4);
+        out += 4;
+        buffer >>= 32;
+        filled -= 32;
+      }
+    }
+    for (; filled > 0; filled -= 8, buffer >>= 8) *out++ = static_cast<uint8_t>(buffer);
+  }
+
+  // Calls visit(k, index) for each. Throws MalformedPayload where they are not `count`, ascending and below n; what was visited
+  // before was in order.
+  template <class Visit>
+  HVD_INLINE void read(const uint8_t* in, Visit visit) const {
+    if (bytes_ == 0) {
+      for (size_t k = 0; k < count_; ++k) visit(k, k);
+      return;
+    }
+    const size_t low = width_ < 0 ? 0 : low_bytes(width_);
+    const uint8_t* high = in + low;
+    const size_t high_size = bytes_ - low;
+    const size_t width = width_ < 0 ? 0 : static_cast<size_t>(width_);
+    const uint64_t mask = (uint64_t{1} << width) - 1;
+    size_t k = 0, next = 0;
+    for (size_t at = 0; at < high_size; at += 8) {
+      for (uint64_t word = load_word(high + at, high_size - at); word; word &= word - 1, ++k) {
+        if (k == count_) throw MalformedPayload("a payload has more indices than it says");
+        size_t index = 8 * at + static_cast<size_t>(__builtin_ctzll(word));
+        if (width_ >= 0) {
+          const size_t bit = k * width;
+          index = (index - k) << width | (load_word(in + bit / 8, bytes_ - bit / 8) >> bit % 8 & mask);
+        }
+        if (index < next || index >= n_) throw MalformedPayload("a payload has an index that is out of order or out of range");
+        next = index + 1;
+        visit(k, index);
+      }
+    }
+    if (k != count_) throw MalformedPayload("a payload has fewer indices than it says");
+  }
+
+ private:
+  size_t low_bytes(int width) const { return (count_ * static_cast<size_t>(width) + 7) / 8; }
+  size_t high_bytes(int width) const { return (count_ + ((n_ - 1) >> width) + 7) / 8; }
+
+  static HVD_INLINE uint64_t load_word(const uint8_t* from, size_t available) {
+    uint64_t word = 0;
+    if (available >= 8) {
+      std::memcpy(&word, from, 8);
+    } else {
+      std::memcpy(&word, from, available);
+    }
+    return word;
+  }
+
+  size_t n_, count_;
+  size_t bytes_ = 0;
+  int width_ = -1;  // -1: a bitmap
+};
+
+}  // namespace hvd_compress

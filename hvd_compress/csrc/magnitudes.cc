@@ -1,0 +1,113 @@
+#include "magnitudes.h"
+
+#include <algorithm>
+#include <mutex>
+
+namespace hvd_compress {
+namespace {
+
+constexpr size_t kMany = size_t{1} << 17;
+
+std::mutex free_mutex;
+std::vector<Magnitudes*>& free_list() {
+  static auto* all = new std::vector<Magnitudes*>;  // never destroyed: handles may outlive it
+  return *all;
+}
+
+// The smallest magnitude that is not 0, and the largest, as bits.
+HVD_SIMD void range(const float* v, size_t n, int32_t& smallest, int32_t& largest) {
+  Ints most = {}, least = Ints{} + INT32_MIN;  // the largest of the negated ones
+  const auto add = [&](const float* from) {
+    const Ints m = magnitudes(load_vector<Floats>(from));
+    most = max(most, m);
+    least = max(least, m == 0 ? Ints{} + INT32_MIN : -m);
+  };
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) add(v + i);
+  if (i < n) {
+    float rest[kLanes] = {};
+    std::memcpy(rest, v + i, (n - i) * sizeof(float));
+    add(rest);
+  }
+  largest = largest_lane(most);
+  const int32_t negated = largest_lane(least);
+  smallest = negated == INT32_MIN ? INT32_MAX : -negated;
+}
+
+}  // namespace
+
+Magnitudes::Handle Magnitudes::take() {
+  const std::lock_guard lock(free_mutex);
+  if (free_list().empty()) return Handle(new Magnitudes);
+  Handle taken(free_list().back());
+  free_list().pop_back();
+  return taken;
+}
+
+void Magnitudes::Return::operator()(Magnitudes* magnitudes) const {
+  magnitudes->clear();
+  const std::lock_guard lock(free_mutex);
+  free_list().push_back(magnitudes);
+}
+
+void Magnitudes::add(const float* v, size_t n) {
+  if (in_cells_ + n > kMostCells) settle();
+  size_ += n;
+  if (size_ > kMany) {  // to go through all bins takes less time than to find out which ones that are
+    low_ = 1;
+    high_ = kBins - 1;
+  } else {
+    int32_t smallest, largest;
+    range(v, n, smallest, largest);
+    low_ = std::min(low_, static_cast<size_t>(smallest) >> kShift);
+    high_ = std::max(high_, static_cast<size_t>(largest) >> kShift);
+  }
+  uint64_t* cells = cells_.data();
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits_of(v[i]) & ~kSign;
+    cells[magnitude >> kShift] += uint64_t{1} << kCountShift | (magnitude & kRest);
+  }
+  in_cells_ += n;
+}
+
+void Magnitudes::add(Magnitudes& other) {
+  other.settle();
+  for (size_t b = other.low_; b <= other.high_; ++b) {
+    count_[b] += other.count_[b];
+    rest_[b] += other.rest_[b];
+  }
+  low_ = std::min(low_, other.low_);
+  high_ = std::max(high_, other.high_);
+  size_ += other.size_;
+}
+
+void Magnitudes::settle() {
+  for (size_t b = low_; b <= high_; ++b) {
+    count_[b] += cells_[b] >> kCountShift;
+    rest_[b] += cells_[b] & ((uint64_t{1} << kCountShift) - 1);
+    cells_[b] = 0;
+  }
+  cells_[0] = 0;
+  in_cells_ = 0;
+}
+
+void Magnitudes::clear() {
+  settle();
+  for (size_t b = low_; b <= high_; ++b) count_[b] = rest_[b] = 0;
+  low_ = kBins;
+  high_ = size_ = 0;
+}
+
+std::vector<Magnitudes::Bin> Magnitudes::descending() {
+  settle();
+  std::vector<Bin> bins;
+  for (size_t b = high_; b >= std::max<size_t>(low_, 1); --b) {
+    if (count_[b] == 0) continue;
+    const auto edge = static_cast<uint32_t>(b << kShift);
+    const double first = float_of(edge), step = float_of(edge | 1) - first;
+    bins.push_back({edge, count_[b], first + step * (static_cast<double>(rest_[b]) / static_cast<double>(count_[b]))});
+  }
+  return bins;
+}
+
+}  // namespace hvd_compress

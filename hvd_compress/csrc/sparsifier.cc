@@ -1,0 +1,453 @@
+// Sparsification: the T elements of largest magnitude, or T at random, and what CAT (Khirirat et al., arXiv 2003.06377) makes of
+// it, which chooses T at every step.
+//
+//   kTopK        the T largest, as they are
+//   kTopKSign    the sign of each of the T largest, times their mean magnitude
+//   kStochastic  each with a probability p proportional to its magnitude, but 1 at most, so that E[Q] = g: what is larger than
+//                `level` as it is; of what is not, x becomes sign(x) level with probability |x| / level
+//
+// Payload: checksum; where there are values uint32 how many; where there are signs uint32 how many, float32 level; then the
+// indices of the values (see indices.h), the values as float32, the indices of the signs, and a bit for each sign, 1 where it is
+// negative. A number of values, or where there are none of signs, of 2^32 - 1: it was not finite, and decodes to NaN.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "choice.h"
+#include "indices.h"
+#include "moments.h"
+#include "random.h"
+
+namespace hvd_compress {
+namespace {
+
+constexpr size_t kTile = 1024;
+constexpr uint32_t kNotFinite = 0xffffffffu;
+constexpr uint64_t kAll = ~uint64_t{0};
+
+bool has_values(Scheme scheme) { return scheme != Scheme::kTopKSign; }
+bool has_signs(Scheme scheme) { return scheme != Scheme::kTopK; }
+size_t head_bytes(Scheme scheme) { return kChecksumBytes + (has_values(scheme) ? 4 : 0) + (has_signs(scheme) ? 8 : 0); }
+
+// Elements that were selected, in order.
+class Selected {
+ public:
+  void clear() { size_ = 0; }
+  size_t size() const { return size_; }
+  uint32_t index(size_t k) const { return indices_[k]; }
+  float value(size_t k) const { return values_[k]; }
+  const uint32_t* indices() const { return indices_.get(); }
+  const float* values() const { return values_.get(); }
+
+  // Room for so many more.
+  void grow(size_t more) {
+    if (size_ + more <= capacity_) return;
+    capacity_ = 2 * (size_ + more);
+    std::unique_ptr<uint32_t[]> indices(new uint32_t[capacity_]);
+    std::unique_ptr<float[]> values(new float[capacity_]);
+    std::copy(indices_.get(), indices_.get() + size_, indices.get());
+    std::copy(values_.get(), values_.get() + size_, values.get());
+    indices_ = std::move(indices);
+    values_ = std::move(values);
+  }
+
+  HVD_INLINE void push(size_t index, float value) {
+    indices_[size_] = static_cast<uint32_t>(index);
+    values_[size_] = value;
+    ++size_;
+  }
+
+ private:
+  std::unique_ptr<uint32_t[]> indices_;
+  std::unique_ptr<float[]> values_;
+  size_t size_ = 0, capacity_ = 0;
+};
+
+// The memory of it, kept.
+struct Scratch {
+  Selected values, signs;
+};
+Scratch& scratch() {
+  thread_local Scratch kept;
+  kept.values.clear();
+  kept.signs.clear();
+  return kept;
+}
+
+// Of 64 numbers from v on, of which `count` are there, those of at least that magnitude, as bits.
+HVD_INLINE uint64_t at_least(const float* v, size_t count, int32_t least) {
+  float padded[64];
+  if (count < 64) {
+    std::memset(padded, 0, sizeof(padded));
+    std::memcpy(padded, v, count * sizeof(float));
+    v = padded;
+  }
+  uint64_t hits = 0;
+  for (int q = 0; q < 64 / kLanes; ++q) {
+    hits |= lane_bits(magnitudes(load_vector<Floats>(v + q * kLanes)) >= least) << (q * kLanes);
+  }
+  return count < 64 ? hits & ((uint64_t{1} << count) - 1) : hits;
+}
+
+// Selects the numbers of at least that magnitude; of those that are equal to it only the first `ties`.
+HVD_SIMD void select_largest(const float* v, size_t count, size_t begin, int32_t least, uint64_t& ties, Selected& selected) {
+  for (size_t i = 0; i < count; i += 64) {
+    for (uint64_t hits = at_least(v + i, std::min<size_t>(64, count - i), least); hits; hits &= hits - 1) {
+      const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
+      if (magnitude_bits(v[at]) == least) {
+        if (ties == 0) continue;
+        --ties;
+      }
+      selected.push(begin + at, v[at]);
+    }
+  }
+}
+
+// Of numbers of which the upper bits are `edge`, counts the others.
+HVD_SIMD void count_in_bin(const float* v, size_t count, uint32_t edge, uint64_t* counts) {
+  for (size_t i = 0; i < count; i += 64) {
+    const size_t size = std::min<size_t>(64, count - i);
+    for (uint64_t hits = at_least(v + i, size, static_cast<int32_t>(edge)); hits; hits &= hits - 1) {
+      const uint32_t magnitude = bits_of(v[i + static_cast<size_t>(__builtin_ctzll(hits))]) & ~kSign;
+      if ((magnitude & ~Magnitudes::kRest) == edge) ++counts[magnitude & Magnitudes::kRest];
+    }
+  }
+}
+
+// Of numbers that are not larger than level, draws each with probability |x| / level; and takes all that are.
+// drawn: -1 or 0.
+HVD_SIMD void draw(const float* __restrict v, size_t count, float level, Random random, uint32_t first,
+                   int32_t* __restrict drawn) {
+  for (size_t i = 0; i < count; ++i) {
+    const float magnitude = float_of(bits_of(v[i]) & ~kSign);
+    const auto threshold = static_cast<int32_t>(std::min(magnitude / level, 0x0.ffffffp0f) * 0x1p31f);
+    const auto number = static_cast<int32_t>(random(first + static_cast<uint32_t>(i)) >> 1);
+    drawn[i] = magnitude >= level || number < threshold ? -1 : 0;
+  }
+}
+
+HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float level, const int32_t* drawn, Scratch& out) {
+  for (size_t i = 0; i < count; i += 64) {
+    uint64_t hits = 0;
+    for (int q = 0; q < 64 / kLanes; ++q) hits |= lane_bits(load_vector<Ints>(drawn + i + q * kLanes)) << (q * kLanes);
+    if (count - i < 64) hits &= (uint64_t{1} << (count - i)) - 1;
+    for (; hits; hits &= hits - 1) {
+      const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
+      Selected& selected = float_of(bits_of(v[at]) & ~kSign) > level ? out.values : out.signs;
+      selected.push(begin + at, v[at]);
+    }
+  }
+}
+
+uint8_t* write_number(uint8_t* at, uint32_t number) {
+  std::memcpy(at, &number, 4);
+  return at + 4;
+}
+
+size_t write(Scheme scheme, size_t n, const Selected& values, const Selected& signs, float level, uint8_t* out) {
+  uint8_t* at = out + kChecksumBytes;
+  if (has_values(scheme)) at = write_number(at, static_cast<uint32_t>(values.size()));
+  if (has_signs(scheme)) at = write_number(write_number(at, static_cast<uint32_t>(signs.size())), bits_of(level));
+  if (has_values(scheme)) {
+    const IndexLayout layout(n, values.size());
+    layout.write(values.indices(), at);
+    at += layout.bytes();
+    std::memcpy(at, values.values(), values.size() * sizeof(float));
+    at += values.size() * sizeof(float);
+  }
+  if (has_signs(scheme)) {
+    const IndexLayout layout(n, signs.size());
+    layout.write(signs.indices(), at);
+    at += layout.bytes();
+    std::memset(at, 0, (signs.size() + 7) / 8);
+    for (size_t k = 0; k < signs.size(); ++k) at[k / 8] = static_cast<uint8_t>(at[k / 8] | (signs.value(k) < 0) << k % 8);
+    at += (signs.size() + 7) / 8;
+  }
+  seal(out, static_cast<size_t>(at - out));
+  return static_cast<size_t>(at - out);
+}
+
+// Where everything is in a payload.
+struct Layout {
+  bool finite = true;
+  uint32_t values = 0, signs = 0;
+  float level = 0;
+  const uint8_t *value_indices = nullptr, *value_numbers = nullptr, *sign_indices = nullptr, *sign_bits = nullptr;
+
+  // Throws MalformedPayload.
+  Layout(Scheme scheme, const uint8_t* payload, size_t bytes, size_t n) {
+    check_head(bytes, head_bytes(scheme));
+    const uint8_t* at = payload + kChecksumBytes;
+    if (has_values(scheme)) values = read_number(at);
+    if (has_signs(scheme)) {
+      signs = read_number(at);
+      level = float_of(read_number(at));
+    }
+    finite = (has_values(scheme) ? values : signs) != kNotFinite;
+    if (!finite) {
+      check_length(bytes, head_bytes(scheme), n);
+      return;
+    }
+    if (values > n || signs > n) {
+      throw MalformedPayload("a payload has " + std::to_string(std::max(values, signs)) + " of " + std::to_string(n) +
+                             " elements");
+    }
+    if (!std::isfinite(level)) throw MalformedPayload("a payload has a level that is not finite");
+    value_indices = at;
+    value_numbers = value_indices + IndexLayout(n, values).bytes();
+    sign_indices = value_numbers + values * sizeof(float);
+    sign_bits = sign_indices + IndexLayout(n, signs).bytes();
+    check_length(bytes, static_cast<size_t>(sign_bits + (signs + 7) / 8 - payload), n);
+  }
+
+  float value(size_t k) const {
+    float x;
+    std::memcpy(&x, value_numbers + k * sizeof(float), sizeof(float));
+    return x;
+  }
+  bool negative(size_t k) const { return sign_bits[k / 8] >> k % 8 & 1; }
+
+ private:
+  static uint32_t read_number(const uint8_t*& at) {
+    uint32_t number;
+    std::memcpy(&number, at, 4);
+    at += 4;
+    return number;
+  }
+};
+
+// See Scope in codec.h.
+class SparseScope final : public Scope {
+ public:
+  SparseScope(Scheme scheme, double fraction, const CostModel& cost) : scheme_(scheme), fraction_(fraction), cost_(cost) {}
+
+  bool add(uint32_t index, const Gradient& grad, const float* residual_in, float* residual_out, size_t n) override {
+    if (n >= kNotFinite) throw std::invalid_argument("a segment of " + std::to_string(n) + " elements is too large to index");
+    Part part{grad, residual_out, n, true, 0};
+    const Magnitudes::Handle own = n > kSmall ? Magnitudes::take() : nullptr;
+    Moments moments;
+    float tile[kTile];
+    for (size_t begin = 0; begin < n; begin += kTile) {
+      const size_t count = std::min(kTile, n - begin);
+      const float* v = load_sum(grad, residual_in, begin, count, residual_out != nullptr ? residual_out + begin : tile);
+      add_moments(v, count, moments);
+      if (own != nullptr) own->add(v, count);
+    }
+    part.finite = moments.largest < static_cast<int32_t>(kInfinity);
+    part.energy = moments.sum_sq;
+    const std::lock_guard lock(mutex_);
+    if (part.finite && own != nullptr) magnitudes_->add(*own);
+    for (size_t begin = 0; part.finite && own == nullptr && begin < n; begin += kTile) {
+      const size_t count = std::min(kTile, n - begin);
+      magnitudes_->add(sum_of(part, begin, count, tile), count);
+    }
+    if (part.finite) n_ += n;
+    parts_[index] = part;
+    return part.finite;
+  }
+
+  void choose(const Step& step) override {
+    const std::lock_guard lock(mutex_);
+    const std::vector<Magnitudes::Bin> bins = magnitudes_->descending();
+    const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
+    CostModel cost = cost_;
+    if (cost.kind == CostKind::kMeasured) {
+      cost.latency = step.latency;
+      cost.seconds_per_byte = step.seconds_per_byte;
+    }
+    const double fraction = step.explore > 0 ? step.explore : fraction_;
+    if (fraction > 0) {
+      const auto count = static_cast<uint64_t>(std::llround(fraction * static_cast<double>(n_)));
+      choice_ = choose_count(scheme_, bins, size, cost, count);
+    } else {
+      choice_ = hvd_compress::choose(scheme_, bins, size, cost);
+    }
+    ties_ = kAll;
+    least_ = choice_.count == 0 ? static_cast<int32_t>(kInfinity) : static_cast<int32_t>(choice_.threshold);
+    if (scheme_ == Scheme::kStochastic && choice_.level == 0 && choice_.count < n_) least_ = 1;  // all that is not 0
+    if (choice_.within > 0 && choice_.within < choice_.in_bin) refine();
+    level_ = static_cast<float>(scheme_ == Scheme::kStochastic ? choice_.level
+                                : choice_.count == 0           ? 0
+                                                               : choice_.sum / static_cast<double>(choice_.count));
+  }
+
+  Encoded encode(uint32_t index, uint64_t seed, uint8_t* out) override {
+    const Part& part = parts_.at(index);
+    Scratch& selected = scratch();
+    Encoded encoded;
+    encoded.finite = part.finite;
+    encoded.selected = 0;
+    if (!part.finite) {
+      uint8_t* at = out + kChecksumBytes;
+      if (has_values(scheme_)) at = write_number(at, kNotFinite);
+      if (has_signs(scheme_)) write_number(write_number(at, has_values(scheme_) ? 0 : kNotFinite), 0);
+      encoded.bytes = head_bytes(scheme_);
+      seal(out, encoded.bytes);
+      return encoded;
+    }
+    Moments left;
+    float tile[kTile];
+    for (size_t begin = 0; begin < part.n; begin += kTile) {
+      const size_t count = std::min(kTile, part.n - begin);
+      const float* v = sum_of(part, begin, count, tile);
+      size_t values = selected.values.size(), signs = selected.signs.size();
+      select(v, count, begin, seed, selected);
+      if (part.residual == nullptr) continue;
+      for (; values < selected.values.size(); ++values) part.residual[selected.values.index(values)] = 0;
+      for (; signs < selected.signs.size(); ++signs) {
+        part.residual[selected.signs.index(signs)] -= selected.signs.value(signs) < 0 ? -level_ : level_;
+      }
+      add_moments(v, count, left);
+    }
+    encoded.bytes = write(scheme_, part.n, selected.values, selected.signs, level_, out);
+    encoded.selected = static_cast<int64_t>(selected.values.size() + selected.signs.size());
+    encoded.residual_sq = left.sum_sq;
+    encoded.energy = part.energy;
+    encoded.improvement = choice_.improvement;
+    return encoded;
+  }
+
+ private:
+  static constexpr size_t kSmall = 16384;  // elements that are worth no histogram of their own
+
+  struct Part {
+    Gradient grad;
+    float* residual;  // holds its sum with the gradient, or null
+    size_t n;
+    bool finite;
+    double energy;
+  };
+
+  // What is to be sent.
+  static const float* sum_of(const Part& part, size_t begin, size_t count, float* tile) {
+    return part.residual != nullptr ? part.residual + begin : load_sum(part.grad, nullptr, begin, count, tile);
+  }
+
+  // The threshold lies inside a bin: a histogram of the other bits of what is in it tells where.
+  void refine() {
+    std::vector<uint64_t> count(Magnitudes::kRest + 1);
+    float tile[kTile];
+    for (const auto& [_, part] : parts_) {
+      for (size_t begin = 0; part.finite && begin < part.n; begin += kTile) {
+        const size_t size = std::min(kTile, part.n - begin);
+        count_in_bin(sum_of(part, begin, size, tile), size, choice_.threshold, count.data());
+      }
+    }
+    uint64_t wanted = choice_.within;
+    choice_.sum -= static_cast<double>(wanted) * choice_.mean;
+    for (uint32_t rest = Magnitudes::kRest;; --rest) {
+      const uint64_t taken = std::min(wanted, count[rest]);
+      choice_.sum += static_cast<double>(taken) * static_cast<double>(float_of(choice_.threshold | rest));
+      wanted -= taken;
+      if (wanted > 0) continue;
+      least_ = static_cast<int32_t>(choice_.threshold | rest);
+      ties_ = taken;
+      return;
+    }
+  }
+
+  void select(const float* v, size_t count, size_t begin, uint64_t seed, Scratch& selected) {
+    selected.values.grow(count);
+    selected.signs.grow(count);
+    if (level_ > 0 && scheme_ == Scheme::kStochastic) {
+      int32_t drawn[kTile];
+      draw(v, count, level_, Random(seed, 0), static_cast<uint32_t>(begin), drawn);
+      select_drawn(v, count, begin, level_, drawn, selected);
+    } else {
+      select_largest(v, count, begin, least_, ties_, has_values(scheme_) ? selected.values : selected.signs);
+    }
+  }
+
+  const Scheme scheme_;
+  const double fraction_;
+  const CostModel cost_;
+  std::mutex mutex_;
+  const Magnitudes::Handle magnitudes_ = Magnitudes::take();
+  std::map<uint32_t, Part> parts_;
+  uint64_t n_ = 0;  // elements of all that are finite
+  Choice choice_;
+  int32_t least_ = 0;    // magnitude bits of the smallest that is selected,
+  uint64_t ties_ = 0;    // of which so many are still to be selected
+  float level_ = 0;
+};
+
+class Sparsifier final : public Codec {
+ public:
+  Sparsifier(Scheme scheme, double fraction, const CostModel& cost, bool joint)
+      : scheme_(scheme), fraction_(fraction), cost_(cost), joint_(joint) {}
+
+  size_t max_payload(size_t n) const override {
+    const size_t bits = (n + 7) / 8;
+    return head_bytes(scheme_) + (has_values(scheme_) ? bits + 4 * n : 0) + (has_signs(scheme_) ? 2 * bits : 0);
+  }
+
+  Encoded encode(const Gradient& grad, const float* residual_in, float* residual_out, size_t n, const Step& step,
+                 uint8_t* out) const override {
+    SparseScope scope(scheme_, fraction_, cost_);
+    scope.add(0, grad, residual_in, residual_out, n);
+    scope.choose(step);
+    return scope.encode(0, step.seed, out);
+  }
+
+  std::unique_ptr<Scope> scope() const override {
+    return joint_ ? std::make_unique<SparseScope>(scheme_, fraction_, cost_) : nullptr;
+  }
+
+  void decode(const uint8_t* payload, size_t bytes, float weight, bool add, float* out, size_t n) const override {
+    check_seal(payload, bytes);
+    const Layout layout(scheme_, payload, bytes, n);
+    if (!layout.finite) {
+      std::fill(out, out + n, std::numeric_limits<float>::quiet_NaN());
+      return;
+    }
+    if (!add) std::fill(out, out + n, 0.0f);
+    IndexLayout(n, layout.values).read(layout.value_indices, [&](size_t k, size_t i) { out[i] += weight * layout.value(k); });
+    const float level = weight * layout.level;
+    IndexLayout(n, layout.signs).read(layout.sign_indices, [&](size_t k, size_t i) {
+      out[i] += layout.negative(k) ? -level : level;
+    });
+  }
+
+  size_t grain() const override { return 1; }
+
+  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t&, uint8_t* out) const override {
+    const Layout layout(scheme_, payload, bytes, n);
+    if (!layout.finite) {
+      std::memcpy(out, payload, bytes);
+      return bytes;
+    }
+    Scratch& selected = scratch();
+    const auto keep = [&](Selected& kept, size_t i, float value) {
+      if (i < begin || i >= end) return;
+      kept.grow(1);
+      kept.push(i - begin, value);
+    };
+    IndexLayout(n, layout.values).read(layout.value_indices, [&](size_t k, size_t i) {
+      keep(selected.values, i, layout.value(k));
+    });
+    IndexLayout(n, layout.signs).read(layout.sign_indices, [&](size_t k, size_t i) {
+      keep(selected.signs, i, layout.negative(k) ? -1.0f : 1.0f);
+    });
+    return write(scheme_, end - begin, selected.values, selected.signs, layout.level, out);
+  }
+
+ private:
+  Scheme scheme_;
+  double fraction_;
+  CostModel cost_;
+  bool joint_;
+};
+
+}  // namespace
+
+std::unique_ptr<Codec> create_sparsifier(const Options& options) {
+  return std::make_unique<Sparsifier>(options.scheme, options.fraction, options.cost, options.joint);
+}
+
+}  // namespace hvd_compress
