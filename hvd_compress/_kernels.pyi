@@ -169,6 +169,9 @@ class Counters:
     wait_s: float
     decode_s: float
     residual_sq: float
+    payload_bytes: int
+    energy: float
+    improved: float
 
 class Session:
     seed: int

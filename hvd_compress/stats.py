@@ -104,6 +104,9 @@ class Counters:
             wait_s=counted.wait_s,
             decode_s=counted.decode_s,
             residual_sq=counted.residual_sq,
+            payload_bytes=counted.payload_bytes,
+            energy=counted.energy,
+            improved=counted.improved,
         )
 
     def add(self, other: Counters, *, later: bool) -> None:

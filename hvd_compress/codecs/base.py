@@ -168,7 +168,9 @@ class Codec:
         )
 
     def new_scope(self) -> CodecScope:
-        """What encodes several segments together, where the codec `is_joint`."""
+        """What encodes several segments together, where the codec `is_joint`; ValueError where it is not."""
+        if not self.is_joint:
+            raise ValueError(f"{self} encodes each segment by itself")
         return CodecScope(self)
 
     def encode_again(

@@ -12,7 +12,7 @@ from hvd_compress.codecs.base import LARGE, Codec
 from hvd_compress.codecs.cost import Costed
 
 DEFAULT_FRACTION = 0.01
-INDEX_BITS = 1.6
+INDEX_BITS = 1.95
 """What an index takes of a fraction of the elements, beyond the logarithm of one over the fraction: see csrc/indices.h."""
 
 
@@ -21,7 +21,7 @@ class _Sparsifier(Codec):
     """Sends a part of a parameter's elements; what it does not send stays in the residual."""
 
     fraction: float | None = None
-    """Of the elements of each parameter: above 0, 1 at most; default 0.01."""
+    """Of the elements of each parameter: above 0, 1 at most; default 0.01. At least one is sent."""
     count: int | None = None
     """Instead of a fraction: so many elements of each parameter, all where it has fewer."""
     error_feedback: bool = True
@@ -34,11 +34,11 @@ class _Sparsifier(Codec):
             if self.fraction is not None:
                 raise self._refuse("count", "a fraction or a count, not both")
             self._check_integer("count", 1, 2**32 - 2)
-            return
-        fraction = DEFAULT_FRACTION if self.fraction is None else self.fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-            raise self._refuse("fraction", "a number above 0, and 1 at most")
-        object.__setattr__(self, "fraction", float(fraction))
+        else:
+            fraction = DEFAULT_FRACTION if self.fraction is None else self.fraction
+            if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+                raise self._refuse("fraction", "a number above 0, and 1 at most")
+            object.__setattr__(self, "fraction", float(fraction))
         if not isinstance(self.error_feedback, bool):
             raise self._refuse("error_feedback", "true or false")
 
@@ -61,7 +61,9 @@ class _Sparsifier(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(_Sparsifier):
-    """The elements of largest magnitude, as they are; of equal ones the first. Zeros are not sent.
+    """The elements of largest magnitude, as they are; of equal ones the first.
+
+    Zeros, and what is below 2^-133, are sent only where all are.
 
     Payload: checksum (4 bytes), uint32 number, their indices (see csrc/indices.h), the elements as float32.
 

@@ -91,7 +91,10 @@ void bind_sessions(py::module_& m) {
       .def_readonly("encode_s", &Counters::encode_s)
       .def_readonly("wait_s", &Counters::wait_s)
       .def_readonly("decode_s", &Counters::decode_s)
-      .def_readonly("residual_sq", &Counters::residual_sq);
+      .def_readonly("residual_sq", &Counters::residual_sq)
+      .def_readonly("payload_bytes", &Counters::payload_bytes)
+      .def_readonly("energy", &Counters::energy)
+      .def_readonly("improved", &Counters::improved);
 
   // The GIL is let go: an op that holds the session's lock may be waiting for it, to warn.
   const py::call_guard<py::gil_scoped_release> release;

@@ -15,19 +15,19 @@ double PayloadSize::of(uint64_t values, uint64_t signs) const {
 namespace {
 
 constexpr double kRounding = 1 + 1e-12;  // of sums that should be whole multiples
-constexpr uint64_t kSteps = 8;  // numbers of elements that are tried inside a bin, where the best may be there
+constexpr uint64_t kEach = 16;  // of up to so many numbers all are tried, of more
+constexpr uint64_t kSteps = 8;  // so many, evenly spaced
 
 // Walks through the numbers of elements that can be the best, and keeps that one.
 class Chooser {
  public:
   Chooser(Scheme scheme, const std::vector<Magnitudes::Bin>& bins, const PayloadSize& size, const CostModel& cost)
       : scheme_(scheme), bins_(bins), size_(size), cost_(cost) {
-    for (const auto& bin : bins) {
-      const double count = static_cast<double>(bin.count);
-      nonzero_ += bin.count;
-      total_ += count * bin.mean;
-      total_sq_ += count * bin.mean * bin.mean;
-    }
+    Sums all;
+    for (const auto& bin : bins) all.add(bin);
+    nonzero_ = all.count;
+    total_ = all.sum;
+    total_sq_ = all.sum_sq;
   }
 
   // All T, or `only` that one.
@@ -39,8 +39,7 @@ class Chooser {
   }
 
  private:
-  // The state of a walk: what the bins above hold.
-  struct Above {
+  struct Sums {
     uint64_t count = 0;
     double sum = 0, sum_sq = 0;
 
@@ -52,79 +51,91 @@ class Chooser {
   };
 
   void select(uint64_t only) {
-    Above above;
+    Sums above;
     for (const auto& bin : bins_) {
-      const auto consider_within = [&](uint64_t count) { consider_selection(count, above, bin); };
       const uint64_t last = above.count + bin.count;
-      if (only > 0) {
-        if (only > above.count && only <= last) consider_within(only);
-      } else {
-        consider_within(last);
-        const auto signs = scheme_ == Scheme::kTopKSign;
-        plateau_ends(above.count + 1, last, [&](uint64_t count) { return signs ? size_.of(0, count) : size_.of(count, 0); },
-                     consider_within);
+      if (only == 0 || (above.count < only && only <= last)) {
+        const bool signs = scheme_ == Scheme::kTopKSign;
+        // A ratio of linear functions is largest at an end; only of a few numbers bytes that are not full decide.
+        consider_range(
+            only > 0 ? only : above.count + 1, only > 0 ? only : last, 0,
+            [&](uint64_t count) { return signs ? size_.of(0, count) : size_.of(count, 0); },
+            [&](uint64_t count, double bytes) { consider_largest(count, bytes, above, bin); });
       }
       above.add(bin);
     }
-    // All, with the zeros: no index has to be sent.
-    if (size_.n() > nonzero_ && (only == 0 || only == size_.n())) {
-      consider_selection(size_.n(), above, {0, size_.n() - nonzero_, 0.0});
+    if (only == 0 || only == size_.n()) {  // all, with the zeros: no index has to be sent
+      const bool signs = scheme_ == Scheme::kTopKSign;
+      consider_largest(size_.n(), signs ? size_.of(0, size_.n()) : size_.of(size_.n(), 0), above, {0, size_.n() - nonzero_, 0, 0});
     }
   }
 
-  void consider_selection(uint64_t count, const Above& above, const Magnitudes::Bin& bin) {
-    const uint64_t within = count - above.count;
-    const double sum = above.sum + static_cast<double>(within) * bin.mean;
-    const double sum_sq = above.sum_sq + static_cast<double>(within) * bin.mean * bin.mean;
+  void consider_largest(uint64_t count, double bytes, const Sums& above, const Magnitudes::Bin& bin) {
     Choice choice;
     choice.count = count;
     choice.threshold = bin.edge;
-    choice.within = within;
+    choice.within = count - above.count;
     choice.in_bin = bin.count;
     choice.mean = bin.mean;
-    choice.sum = sum;
-    const bool signs = scheme_ == Scheme::kTopKSign;
-    choice.improvement = signs ? sum * sum / (static_cast<double>(count) * total_sq_) : sum_sq / total_sq_;
-    choice.cost = cost_.of(signs ? size_.of(0, count) : size_.of(count, 0));
+    choice.sum_above = above.sum;
+    choice.sum_sq_above = above.sum_sq;
+    choice.total_sq = total_sq_;
+    const double within = static_cast<double>(choice.within) * bin.mean;
+    choice.improvement = choice.improvement_of(scheme_, within, within * bin.mean);
+    choice.cost = cost_.of(bytes);
     consider(choice);
   }
 
-  // Between two bins the same elements are sent as they are. The others share what is left of T, in proportion to their
-  // magnitudes; `level` is what the probability of 1 would belong to.
+  // Whole bins are sent as they are. The elements below share what is left of T in proportion to their magnitudes: of each the
+  // probability is its part of `level`, which none of them exceeds.
   void water_fill(uint64_t only) {
-    Above above;
+    Sums above;
     uint64_t done = 0;
+    uint32_t threshold = kInfinity;
     for (const auto& bin : bins_) {
       const double rest = total_ - above.sum;
       const uint64_t first = std::max(done, above.count) + 1;
-      const auto last = std::min(above.count + static_cast<uint64_t>(rest / bin.mean * kRounding), nonzero_);
-      const auto consider_filled = [&](uint64_t count) {
-        const double signs = static_cast<double>(count - above.count);
-        Choice choice;
-        choice.count = count;
-        choice.level = rest / signs;
-        choice.improvement = total_sq_ / (above.sum_sq + rest * choice.level);
-        choice.cost = cost_.of(size_.of(above.count, count - above.count));
-        consider(choice);
-      };
-      if (only > 0) {
-        if (first <= only && only <= last) consider_filled(only);
-      } else if (first <= last) {
-        for (uint64_t k = 0; k <= kSteps; ++k) consider_filled(first + (last - first) * k / kSteps);
-        plateau_ends(first, last, [&](uint64_t count) { return size_.of(above.count, count - above.count); }, consider_filled);
+      const auto last = std::min(above.count + static_cast<uint64_t>(rest / bin.bound * kRounding), nonzero_);
+      if (first <= last && (only == 0 || (first <= only && only <= last))) {
+        consider_range(
+            only > 0 ? only : first, only > 0 ? only : last, kSteps,
+            [&](uint64_t count) { return size_.of(above.count, count - above.count); },
+            [&](uint64_t count, double bytes) {
+              Choice choice;
+              choice.count = count;
+              choice.threshold = threshold;
+              choice.level = std::max(rest / static_cast<double>(count - above.count), bin.bound);
+              choice.improvement = total_sq_ / (above.sum_sq + rest * choice.level);
+              choice.cost = cost_.of(bytes);
+              consider(choice);
+            });
       }
       done = std::max(done, last);
       above.add(bin);
+      threshold = bin.edge;
     }
-    if (only == 0 || best_.count == 0) {  // all of them, as they are, with or without the zeros
-      for (const uint64_t count : {nonzero_, size_.n()}) {
-        Choice choice;
-        choice.count = count;
-        choice.improvement = 1;
-        choice.cost = cost_.of(size_.of(count, 0));
-        consider(choice);
-      }
+    for (const uint64_t count : {nonzero_, size_.n()}) {  // all of them, as they are, with or without the zeros
+      if (only != 0 && only != count && best_.count > 0) continue;
+      Choice choice;
+      choice.count = count;
+      choice.threshold = count < size_.n() ? threshold : 0;
+      choice.improvement = 1;
+      choice.cost = cost_.of(size_.of(count, 0));
+      consider(choice);
     }
+  }
+
+  // Calls consider(count, bytes) for numbers in [first, last], of which `bytes` tells the size: of a few for each, of more for
+  // the last, and so many before it.
+  template <class Bytes, class Consider>
+  void consider_range(uint64_t first, uint64_t last, uint64_t steps, Bytes bytes, Consider consider) {
+    if (last - first < kEach) steps = last - first;
+    for (uint64_t k = 1; k <= steps; ++k) {
+      const uint64_t count = last - (last - first) * k / steps;
+      consider(count, bytes(count));
+    }
+    consider(last, bytes(last));
+    plateau_ends(first, last, bytes, [&](uint64_t count) { consider(count, bytes(count)); });
   }
 
   // Where the cost is one of packets: the numbers in [first, last) that fill a packet; of many the outer ones, since between

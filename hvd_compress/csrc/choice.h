@@ -14,12 +14,20 @@ struct Choice {
   uint64_t count = 0;       // T; of a stochastic selection, the expected number
   double improvement = 0;   // alpha, beta or omega of T; 0 where there is nothing to send
   double cost = 0;          // in the cost model's unit
-  // The T largest: those of at least `threshold` (magnitude bits), but of the bin that begins there only the `within` largest.
+  // Those of at least `threshold` (magnitude bits), but of the bin that begins there only the `within` largest.
   uint32_t threshold = 0;
   uint64_t within = 0, in_bin = 0;
   double mean = 0;          // of the magnitudes in that bin
-  double sum = 0;           // of their magnitudes; of the bin in question as if they were its mean
-  double level = 0;         // stochastic: what is larger is sent as it is, the rest at random, as this or not at all
+  // Of the magnitudes of the bins above; their squares; the squares of all.
+  double sum_above = 0, sum_sq_above = 0, total_sq = 0;
+  double level = 0;         // stochastic: what is below the threshold is sent at random, as this or not at all; 0: not at all
+
+  // Where the T largest are sent: the improvement, given the sums over the `within`.
+  double improvement_of(Scheme scheme, double sum_within, double sum_sq_within) const {
+    if (scheme == Scheme::kTopK) return (sum_sq_above + sum_sq_within) / total_sq;
+    const double sum = sum_above + sum_within;
+    return sum * sum / (static_cast<double>(count) * total_sq);
+  }
 };
 
 // The size of a payload, or of several.
@@ -38,7 +46,8 @@ class PayloadSize {
   double heads_;
 };
 
-// The T that has the largest improvement / cost; all T are considered, since that is not unimodal.
+// The T that has the largest improvement / cost, over the whole range, since that is not unimodal: the edges of all bins,
+// between them where that can be better, and what fills a packet.
 Choice choose(Scheme scheme, const std::vector<Magnitudes::Bin>& bins, const PayloadSize& size, const CostModel& cost);
 
 // The choice of that T, of what is not 0 at most.

@@ -98,14 +98,18 @@ void Magnitudes::clear() {
   high_ = size_ = 0;
 }
 
-std::vector<Magnitudes::Bin> Magnitudes::descending() {
+std::vector<Magnitudes::Bin> Magnitudes::descending(int32_t largest) {
   settle();
   std::vector<Bin> bins;
   for (size_t b = high_; b >= std::max<size_t>(low_, 1); --b) {
     if (count_[b] == 0) continue;
     const auto edge = static_cast<uint32_t>(b << kShift);
     const double first = float_of(edge), step = float_of(edge | 1) - first;
-    bins.push_back({edge, count_[b], first + step * (static_cast<double>(rest_[b]) / static_cast<double>(count_[b]))});
+    const double mean = first + step * (static_cast<double>(rest_[b]) / static_cast<double>(count_[b]));
+    double bound = float_of(edge | kRest);
+    if (bins.empty()) bound = float_of(static_cast<uint32_t>(largest));
+    if (count_[b] == 1 || rest_[b] == 0) bound = mean;  // and so are all
+    bins.push_back({edge, count_[b], mean, bound});
   }
   return bins;
 }

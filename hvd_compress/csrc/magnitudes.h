@@ -23,6 +23,7 @@ class Magnitudes {
     uint32_t edge;   // magnitude bits of the smallest that falls into it
     uint64_t count;
     double mean;     // of the magnitudes
+    double bound;    // what none of them exceeds
   };
 
   // An empty one, that goes back to where it came from: it is large.
@@ -32,15 +33,16 @@ class Magnitudes {
   using Handle = std::unique_ptr<Magnitudes, Return>;
   static Handle take();
 
-  void add(const float* v, size_t n);  // finite numbers, at most 2^24
+  void add(const float* v, size_t n);  // finite numbers, fewer than 2^24
   void add(Magnitudes& other);
 
   // The bins that are not empty, from the largest magnitudes down; except that of 0, which takes what is below 2^-133 too.
-  std::vector<Bin> descending();
+  // `largest` are the bits of the largest one.
+  std::vector<Bin> descending(int32_t largest);
 
  private:
   static constexpr int kCountShift = 40;
-  static constexpr uint64_t kMostCells = uint64_t{1} << (64 - kCountShift);  // elements that the cells have room for
+  static constexpr uint64_t kMostCells = (uint64_t{1} << (64 - kCountShift)) - 1;  // elements that the cells have room for
 
   Magnitudes() : cells_(kBins), count_(kBins), rest_(kBins) {}
   void settle();

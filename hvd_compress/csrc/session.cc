@@ -18,6 +18,9 @@ void Counters::add(const Counters& later) {
   wait_s += later.wait_s;
   decode_s += later.decode_s;
   residual_sq = later.residual_sq;
+  payload_bytes += later.payload_bytes;
+  energy += later.energy;
+  improved += later.improved;
 }
 
 int64_t SessionState::add_segment(std::shared_ptr<const Codec> codec, bool has_residual) {
@@ -132,7 +135,7 @@ Task SessionState::arrive(int64_t group, int64_t member, const std::string& vari
 
 Task SessionState::task_of(const Group& group, const Member& member) {
   const Segment& segment = segments_.at(member.segment);
-  return {segment.codec, segment.has_residual, seed_, member.segment, group.digest};
+  return {segment.codec, segment.has_residual, seed_, member.segment, group.digest, Step()};
 }
 
 Task SessionState::task(int64_t group, int64_t member) {
@@ -150,10 +153,47 @@ void SessionState::encoded(int64_t group, int64_t member, const Encoded& encoded
   m.now.reduced_bytes = kStandIn * sizeof(float);
   m.now.scattered = scattered;
   m.now.gathered = !scattered;
-  if (!scattered) m.now.gathered_bytes += static_cast<int64_t>(encoded.bytes + kEntryBytes);
-  m.now.selected = encoded.selected;
+  if (!scattered) m.now.gathered_bytes += kEntryBytes;
   m.now.encode_s += seconds;
-  m.now.residual_sq = encoded.residual_sq;
+  count(encoded, scattered, m.now);
+}
+
+void SessionState::count(const Encoded& encoded, bool scattered, Counters& counters) {
+  if (!scattered) counters.gathered_bytes += static_cast<int64_t>(encoded.bytes);
+  counters.payload_bytes += static_cast<int64_t>(encoded.bytes);
+  counters.selected = encoded.selected;
+  counters.residual_sq = encoded.residual_sq;
+  counters.energy = encoded.energy;
+  counters.improved = encoded.energy * encoded.improvement;
+}
+
+std::shared_ptr<Scope> SessionState::scope(int64_t group, int64_t bucket, const Codec& codec) {
+  const std::lock_guard lock(mutex_);
+  auto& scope = groups_.at(group).scopes[{bucket, &codec}];
+  if (scope == nullptr) scope = codec.scope();
+  return scope;
+}
+
+void SessionState::defer(int64_t group, int64_t bucket, Deferred deferred) {
+  const std::lock_guard lock(mutex_);
+  const int64_t member = deferred.member;
+  groups_.at(group).deferred[bucket][member] = std::move(deferred);
+}
+
+std::map<int64_t, Deferred> SessionState::take_deferred(int64_t group, int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  Group& g = groups_.at(group);
+  std::map<int64_t, Deferred> taken = std::move(g.deferred[bucket]);
+  g.deferred.erase(bucket);
+  for (auto at = g.scopes.begin(); at != g.scopes.end();) at = at->first.first == bucket ? g.scopes.erase(at) : std::next(at);
+  return taken;
+}
+
+void SessionState::encoded_now(int64_t group, int64_t member, const Encoded& encoded, bool scattered, double seconds) {
+  const std::lock_guard lock(mutex_);
+  Member& m = groups_.at(group).members.at(member);
+  m.now.encode_s += seconds;
+  count(encoded, scattered, m.now);
 }
 
 void SessionState::encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) {
@@ -280,6 +320,8 @@ void SessionState::close(Group& group) {
   group.finished = 0;
   group.open = group.nonfinite = false;
   group.sent.clear();
+  group.scopes.clear();
+  group.deferred.clear();
 }
 
 namespace {

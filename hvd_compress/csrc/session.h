@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,15 @@ struct Task {
   uint64_t seed;     // of the compression; the rest is mixed in by whoever knows it
   int64_t segment;   // its number in the compression
   uint64_t digest;   // of the group's plan
+  Step measured;     // what sending costs; its seed is still to be made
+};
+
+// A member whose payload is made when all of its scope have come.
+struct Deferred {
+  int64_t member;
+  std::shared_ptr<Scope> scope;
+  size_t room;                                  // that its payload takes at most
+  std::function<Encoded(uint8_t* out)> encode;  // after scope->choose()
 };
 
 class Session {
@@ -46,6 +56,18 @@ class Session {
   // It was encoded, to be scattered or gathered: `undo` takes the change of its residual back.
   virtual void encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes, double seconds,
                        std::function<void()> undo) = 0;
+
+  // The scope of those of a bucket's members in this round that have this codec.
+  virtual std::shared_ptr<Scope> scope(int64_t group, int64_t bucket, const Codec& codec) = 0;
+
+  // `encoded` was called for a member of which there is no payload yet.
+  virtual void defer(int64_t group, int64_t bucket, Deferred deferred) = 0;
+
+  // Takes those of a bucket, by their numbers.
+  virtual std::map<int64_t, Deferred> take_deferred(int64_t group, int64_t bucket) = 0;
+
+  // One of them is encoded now.
+  virtual void encoded_now(int64_t group, int64_t member, const Encoded& encoded, bool scattered, double seconds) = 0;
 
   // The mean of the own piece of it was encoded again.
   virtual void encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) = 0;

@@ -22,6 +22,8 @@ struct Counters {
   int64_t selected = -1;
   double encode_s = 0, wait_s = 0, decode_s = 0;
   double residual_sq = 0;
+  int64_t payload_bytes = 0;
+  double energy = 0, improved = 0;  // see Encoded; improved: energy times improvement
 
   void add(const Counters& later);
 };
@@ -57,6 +59,10 @@ class SessionState final : public Session {
   Task task(int64_t group, int64_t member) override;
   void encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes, double seconds,
                std::function<void()> undo) override;
+  std::shared_ptr<Scope> scope(int64_t group, int64_t bucket, const Codec& codec) override;
+  void defer(int64_t group, int64_t bucket, Deferred deferred) override;
+  std::map<int64_t, Deferred> take_deferred(int64_t group, int64_t bucket) override;
+  void encoded_now(int64_t group, int64_t member, const Encoded& encoded, bool scattered, double seconds) override;
   void encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) override;
   void scattered(int64_t group, int64_t member, size_t bytes) override;
   void sent(int64_t group, int64_t bucket, int64_t member, bool scattered) override;
@@ -99,8 +105,11 @@ class SessionState final : public Session {
     bool open = false, nonfinite = false;
     std::map<int64_t, Clock::time_point> sent;  // by bucket
     std::map<int64_t, ScatteredBucket> scattered;
+    std::map<std::pair<int64_t, const Codec*>, std::shared_ptr<Scope>> scopes;  // by bucket and codec
+    std::map<int64_t, std::map<int64_t, Deferred>> deferred;                    // by bucket and member
   };
 
+  static void count(const Encoded& encoded, bool scattered, Counters& counters);
   Task task_of(const Group& group, const Member& member);
   void take_back(Member& member);
   void note_nonfinite(Group& group);

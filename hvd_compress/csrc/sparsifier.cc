@@ -3,13 +3,14 @@
 //
 //   kTopK        the T largest, as they are
 //   kTopKSign    the sign of each of the T largest, times their mean magnitude
-//   kStochastic  each with a probability p proportional to its magnitude, but 1 at most, so that E[Q] = g: what is larger than
-//                `level` as it is; of what is not, x becomes sign(x) level with probability |x| / level
+//   kStochastic  each with a probability p proportional to its magnitude, but 1 at most, so that E[Q] = g: the largest as they
+//                are; of the others, which are no larger than `level`, x becomes sign(x) level with probability |x| / level
 //
 // Payload: checksum; where there are values uint32 how many; where there are signs uint32 how many, float32 level; then the
 // indices of the values (see indices.h), the values as float32, the indices of the signs, and a bit for each sign, 1 where it is
 // negative. A number of values, or where there are none of signs, of 2^32 - 1: it was not finite, and decodes to NaN.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -120,26 +121,26 @@ HVD_SIMD void count_in_bin(const float* v, size_t count, uint32_t edge, uint64_t
   }
 }
 
-// Of numbers that are not larger than level, draws each with probability |x| / level; and takes all that are.
-// drawn: -1 or 0.
-HVD_SIMD void draw(const float* __restrict v, size_t count, float level, Random random, uint32_t first,
+// Draws numbers with probability |x| / level, and takes all of at least that magnitude. drawn: -1 or 0.
+HVD_SIMD void draw(const float* __restrict v, size_t count, float least, float level, Random random, uint32_t first,
                    int32_t* __restrict drawn) {
+  const float sure = std::min(least, level);
   for (size_t i = 0; i < count; ++i) {
     const float magnitude = float_of(bits_of(v[i]) & ~kSign);
     const auto threshold = static_cast<int32_t>(std::min(magnitude / level, 0x0.ffffffp0f) * 0x1p31f);
     const auto number = static_cast<int32_t>(random(first + static_cast<uint32_t>(i)) >> 1);
-    drawn[i] = magnitude >= level || number < threshold ? -1 : 0;
+    drawn[i] = magnitude >= sure || number < threshold ? -1 : 0;
   }
 }
 
-HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float level, const int32_t* drawn, Scratch& out) {
+HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float least, const int32_t* drawn, Scratch& out) {
   for (size_t i = 0; i < count; i += 64) {
     uint64_t hits = 0;
     for (int q = 0; q < 64 / kLanes; ++q) hits |= lane_bits(load_vector<Ints>(drawn + i + q * kLanes)) << (q * kLanes);
     if (count - i < 64) hits &= (uint64_t{1} << (count - i)) - 1;
     for (; hits; hits &= hits - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      Selected& selected = float_of(bits_of(v[at]) & ~kSign) > level ? out.values : out.signs;
+      Selected& selected = float_of(bits_of(v[at]) & ~kSign) >= least ? out.values : out.signs;
       selected.push(begin + at, v[at]);
     }
   }
@@ -247,14 +248,17 @@ class SparseScope final : public Scope {
       const size_t count = std::min(kTile, n - begin);
       magnitudes_->add(sum_of(part, begin, count, tile), count);
     }
-    if (part.finite) n_ += n;
+    if (part.finite) {
+      n_ += n;
+      largest_ = std::max(largest_, moments.largest);
+    }
     parts_[index] = part;
     return part.finite;
   }
 
   void choose(const Step& step) override {
     const std::lock_guard lock(mutex_);
-    const std::vector<Magnitudes::Bin> bins = magnitudes_->descending();
+    const std::vector<Magnitudes::Bin> bins = magnitudes_->descending(largest_);
     const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
     CostModel cost = cost_;
     if (cost.kind == CostKind::kMeasured) {
@@ -270,11 +274,13 @@ class SparseScope final : public Scope {
     }
     ties_ = kAll;
     least_ = choice_.count == 0 ? static_cast<int32_t>(kInfinity) : static_cast<int32_t>(choice_.threshold);
-    if (scheme_ == Scheme::kStochastic && choice_.level == 0 && choice_.count < n_) least_ = 1;  // all that is not 0
-    if (choice_.within > 0 && choice_.within < choice_.in_bin) refine();
-    level_ = static_cast<float>(scheme_ == Scheme::kStochastic ? choice_.level
-                                : choice_.count == 0           ? 0
-                                                               : choice_.sum / static_cast<double>(choice_.count));
+    level_ = static_cast<float>(std::min(choice_.level, static_cast<double>(FLT_MAX)));
+    if (choice_.within == 0) return;
+    sum_within_ = static_cast<double>(choice_.within) * choice_.mean;
+    if (choice_.within < choice_.in_bin) refine();
+    if (scheme_ == Scheme::kTopKSign) {
+      level_ = static_cast<float>((choice_.sum_above + sum_within_) / static_cast<double>(choice_.count));
+    }
   }
 
   Encoded encode(uint32_t index, uint64_t seed, uint8_t* out) override {
@@ -329,7 +335,7 @@ class SparseScope final : public Scope {
     return part.residual != nullptr ? part.residual + begin : load_sum(part.grad, nullptr, begin, count, tile);
   }
 
-  // The threshold lies inside a bin: a histogram of the other bits of what is in it tells where.
+  // The threshold lies inside a bin: a histogram of the other bits of what is in it tells the exact one.
   void refine() {
     std::vector<uint64_t> count(Magnitudes::kRest + 1);
     float tile[kTile];
@@ -340,16 +346,20 @@ class SparseScope final : public Scope {
       }
     }
     uint64_t wanted = choice_.within;
-    choice_.sum -= static_cast<double>(wanted) * choice_.mean;
+    double sum_sq = 0;
+    sum_within_ = 0;
     for (uint32_t rest = Magnitudes::kRest;; --rest) {
       const uint64_t taken = std::min(wanted, count[rest]);
-      choice_.sum += static_cast<double>(taken) * static_cast<double>(float_of(choice_.threshold | rest));
+      const double magnitude = float_of(choice_.threshold | rest);
+      sum_within_ += static_cast<double>(taken) * magnitude;
+      sum_sq += static_cast<double>(taken) * magnitude * magnitude;
       wanted -= taken;
       if (wanted > 0) continue;
       least_ = static_cast<int32_t>(choice_.threshold | rest);
       ties_ = taken;
-      return;
+      break;
     }
+    choice_.improvement = choice_.improvement_of(scheme_, sum_within_, sum_sq);
   }
 
   void select(const float* v, size_t count, size_t begin, uint64_t seed, Scratch& selected) {
@@ -357,8 +367,9 @@ class SparseScope final : public Scope {
     selected.signs.grow(count);
     if (level_ > 0 && scheme_ == Scheme::kStochastic) {
       int32_t drawn[kTile];
-      draw(v, count, level_, Random(seed, 0), static_cast<uint32_t>(begin), drawn);
-      select_drawn(v, count, begin, level_, drawn, selected);
+      const float least = float_of(static_cast<uint32_t>(least_));
+      draw(v, count, least, level_, Random(seed, 0), static_cast<uint32_t>(begin), drawn);
+      select_drawn(v, count, begin, least, drawn, selected);
     } else {
       select_largest(v, count, begin, least_, ties_, has_values(scheme_) ? selected.values : selected.signs);
     }
@@ -370,11 +381,14 @@ class SparseScope final : public Scope {
   std::mutex mutex_;
   const Magnitudes::Handle magnitudes_ = Magnitudes::take();
   std::map<uint32_t, Part> parts_;
-  uint64_t n_ = 0;  // elements of all that are finite
+  // Of all that are finite: how many elements, and the magnitude bits of the largest.
+  uint64_t n_ = 0;
+  int32_t largest_ = 0;
   Choice choice_;
   int32_t least_ = 0;    // magnitude bits of the smallest that is selected,
   uint64_t ties_ = 0;    // of which so many are still to be selected
   float level_ = 0;
+  double sum_within_ = 0;  // of the magnitudes that are selected of the last bin
 };
 
 class Sparsifier final : public Codec {

@@ -9,7 +9,8 @@ namespace hvd_compress {
 namespace {
 
 REGISTER_OP("HvdCompressEncode")
-    .HVD_MEMBER_ATTRS.Attr("scattered_bucket: int")
+    .HVD_MEMBER_ATTRS.Attr("bucket: int")
+    .Attr("scattered: bool")
     .Attr("M: int >= 0")
     .Attr("N: int >= 0")
     .Input("grad: T")
@@ -39,7 +40,7 @@ dense: Whether Horovod's own allreduce carries the gradient in this step, and th
 weights: Of the gradient and of the momentum; where there is none, of no meaning.
 momentum: n elements, which the gradient is averaged with before it is encoded; not looked at where it is dense.
 variable: What it is the gradient of, to notice a second model. It is not touched.
-message: Its bytes.
+message: Its bytes; where the codec chooses for all of the bucket, without a payload yet.
 stand_in: What Horovod's own allreduce gets, see stand_in.h, or the gradient (float32, flat). Not a constant of the graph, since
   Horovod's ops are not stateful: TensorFlow's optimizer would run the allreduce of a constant once, when it folds constants,
   and never again.
@@ -48,7 +49,8 @@ stand_in: What Horovod's own allreduce gets, see stand_in.h, or the gradient (fl
 class EncodeOp final : public MemberOp {
  public:
   explicit EncodeOp(OpKernelConstruction* context) : MemberOp(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("scattered_bucket", &scattered_bucket_));
+    OP_REQUIRES_OK(context, context->GetAttr("bucket", &bucket_));
+    OP_REQUIRES_OK(context, context->GetAttr("scattered", &scattered_));
     OP_REQUIRES_OK(context, context->GetAttr("M", &momenta_));
   }
 
@@ -71,7 +73,9 @@ class EncodeOp final : public MemberOp {
     const auto start = std::chrono::steady_clock::now();
     const int64_t n = grad.NumElements();
     const size_t begin = kHeaderBytes + kEntryBytes;
-    const size_t capacity = begin + (dense ? 0 : task.codec->max_payload(static_cast<size_t>(n))) + 1;
+    const std::shared_ptr<Scope> scope = dense ? nullptr : session_->scope(group_, bucket_, *task.codec);
+    const size_t room = dense ? 0 : task.codec->max_payload(static_cast<size_t>(n));
+    const size_t capacity = begin + (scope == nullptr ? room : 0) + 1;
     Tensor message = allocate(context, tensorflow::DT_UINT8, static_cast<int64_t>(capacity));
     uint8_t* out = message.flat<uint8_t>().data();
 
@@ -87,14 +91,33 @@ class EncodeOp final : public MemberOp {
     Encoded encoded;
     std::function<void()> undo;
     if (!dense) {
-      const uint64_t seed =
-          mix_seed(task.seed, static_cast<uint64_t>(world(0)), step, static_cast<uint64_t>(task.segment));
-      RefVar residual = variable_of(context, 1, tensorflow::DT_FLOAT);
+      const auto rank = static_cast<uint64_t>(task.codec->shares_seed() ? 0 : world(0));
+      Step now = task.measured;
+      now.seed = mix_seed(task.seed, rank, step, static_cast<uint64_t>(task.segment));
+      const std::shared_ptr<Var> residual = shared(variable_of(context, 1, tensorflow::DT_FLOAT));
       const mutex_lock lock(*residual->mu());
       prepare(context, task, residual.get(), n, ratio, static_cast<int64_t>(state.piece_begin));
+      const auto size = static_cast<size_t>(n);
+      const auto write = [&](const Gradient& gradient, const float* in, float* left) {
+        return task.codec->encode(gradient, in, left, size, now, out + begin);
+      };
+      const auto add = [&](const Gradient& gradient, const float* in, float* left) {
+        Encoded added;
+        added.finite = scope->add(static_cast<uint32_t>(member_), gradient, in, left, size);
+        return added;
+      };
+      std::vector<Tensor> used;
       bool changed = true;
-      encoded = encode(context, task, grad, residual.get(), seed, out + begin, &changed);
-      if (changed) undo = undo_of(std::move(residual), kept_of(session_, task.segment)->gradient);
+      encoded = scope == nullptr ? encode(context, task, grad, residual.get(), write, &used, &changed)
+                                 : encode(context, task, grad, residual.get(), add, &used, &changed);
+      if (changed) undo = undo_of(residual, kept_of(session_, task.segment)->gradient);
+      if (scope != nullptr) {
+        const auto later = [scope, residual, used, member = member_, seed = now.seed](uint8_t* payload) {
+          const mutex_lock again(*residual->mu());
+          return scope->encode(static_cast<uint32_t>(member), seed, payload);
+        };
+        session_->defer(group_, bucket_, {member_, scope, room, later});
+      }
     }
     write_entry(out + kHeaderBytes, static_cast<uint32_t>(member_), encoded.bytes);
     const size_t length = finish_message(out, begin + encoded.bytes, encoded.finite ? 0 : kNonFinite, task.digest, step);
@@ -103,7 +126,7 @@ class EncodeOp final : public MemberOp {
       Tensor* stand_in;
       OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({kStandIn}), &stand_in));
       make_stand_in(world(0), world(1), task.digest, stand_in->flat<float>().data());
-      session_->encoded(group_, member_, encoded, scattered_bucket_ >= 0, grad.TotalBytes(), seconds_since(start),
+      session_->encoded(group_, member_, encoded, scattered_, grad.TotalBytes(), seconds_since(start),
                         std::move(undo));
     } else {
       set_dense_output(context, grad);
@@ -153,17 +176,19 @@ class EncodeOp final : public MemberOp {
   }
 
   bool is_piece(int32_t rank, int32_t ranks, int64_t begin, int64_t n) {
-    if (scattered_bucket_ < 0) return false;
-    const auto chunks = session_->chunks(group_, scattered_bucket_, static_cast<size_t>(ranks));
+    if (!scattered_) return false;
+    const auto chunks = session_->chunks(group_, bucket_, static_cast<size_t>(ranks));
     for (const Piece& piece : chunks->pieces(static_cast<size_t>(rank))) {
       if (piece.index == member_) return static_cast<int64_t>(piece.begin) == begin && static_cast<int64_t>(piece.end) == begin + n;
     }
     return false;
   }
 
-  Encoded encode(OpKernelContext* context, const Task& task, const Tensor& grad, Var* residual, uint64_t seed, uint8_t* out,
-                 bool* changed) {
-    const auto n = static_cast<size_t>(grad.NumElements());
+  // Calls run(gradient, residual_in, residual_out). `used`: the memory that those are in.
+  template <class Run>
+  Encoded encode(OpKernelContext* context, const Task& task, const Tensor& grad, Var* residual, const Run& run,
+                 std::vector<Tensor>* used, bool* changed) {
+    const int64_t n = grad.NumElements();
     Gradient gradient{grad.data(), dtype_of(grad.dtype())};
     if (momenta_ > 0) {
       const Tensor& momentum = context->input(kMomentum);
@@ -173,22 +198,25 @@ class EncodeOp final : public MemberOp {
       }
       const auto weights = context->input(7).flat<float>();
       if (weights.size() != 2) throw std::runtime_error("weights has " + std::to_string(weights.size()) + " elements, not 2");
+      used->push_back(momentum);
       gradient.momentum = momentum.flat<float>().data();
       gradient.weight = weights(0);
       gradient.momentum_weight = weights(1);
     }
     if (!task.has_residual && floats_of(residual) == 0) {
       *changed = false;
-      return task.codec->encode(gradient, nullptr, nullptr, n, {seed}, out);
+      used->push_back(grad);
+      return run(gradient, nullptr, nullptr);
     }
     Before* before = kept_of(session_, task.segment)->gradient.get();
     if (task.has_residual) {
-      return encode_with(context, residual, before, static_cast<int64_t>(n), [&](const float* in, float* left) {
-        return task.codec->encode(gradient, in, left, n, {seed}, out);
-      });
+      const Encoded encoded =
+          encode_with(context, residual, before, n, [&](const float* in, float* left) { return run(gradient, in, left); });
+      used->push_back(*residual->tensor());
+      return encoded;
     }
     // What a codec before has left is sent.
-    Tensor sum = own_floats(context, std::move(before->residual), static_cast<int64_t>(n));
+    Tensor sum = own_floats(context, std::move(before->residual), n);
     Tensor floats = grad;
     visit_elements(&floats, [&](auto elements) {
       sum.flat<float>() = elements.template cast<float>() * gradient.weight + residual->tensor()->flat<float>();
@@ -196,13 +224,15 @@ class EncodeOp final : public MemberOp {
     gradient.data = sum.data();
     gradient.dtype = DType::kFloat32;
     gradient.weight = 1;
-    const Encoded encoded = task.codec->encode(gradient, nullptr, nullptr, n, {seed}, out);
+    used->push_back(sum);
+    const Encoded encoded = run(gradient, nullptr, nullptr);
     before->residual = *residual->tensor();
     *residual->tensor() = Tensor(tensorflow::DT_FLOAT, TensorShape({0}));
     return encoded;
   }
 
-  int64_t scattered_bucket_ = -1;
+  int64_t bucket_ = -1;
+  bool scattered_ = false;
   int momenta_ = 0;
 };
 

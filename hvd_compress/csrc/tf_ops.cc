@@ -11,6 +11,9 @@
 // All are stateful, since TensorFlow must neither drop one nor run it once for all steps. In a tf.function that puts ops which
 // touch the same resource, or none, one behind the other: hence each takes the `state` of its member, and a bucket's the residual
 // of its first one, so that only those wait for each other that must.
+#include <map>
+#include <set>
+
 #include "message.h"
 #include "scatter.h"
 #include "stand_in.h"
@@ -106,19 +109,25 @@ class PackOp final : public SessionOp {
 
  private:
   void run(OpKernelContext* context) override {
-    if (context->num_inputs() == 2) {
+    auto deferred = session_->take_deferred(group_, bucket_);
+    if (context->num_inputs() == 2 && deferred.empty()) {
       context->set_output(0, context->input(1));
     } else {
-      context->set_output(0, joined(context));
+      context->set_output(0, joined(context, deferred));
     }
     const auto first = read_messages(context->input(1).flat<uint8_t>().data(),
                                      static_cast<size_t>(context->input(1).NumElements()), 1)[0];
     session_->sent(group_, bucket_, first.entries[0].index, scattered_);
   }
 
-  static Tensor joined(OpKernelContext* context) {
+  Tensor joined(OpKernelContext* context, const std::map<int64_t, Deferred>& deferred) {
     size_t capacity = kHeaderBytes + 1;
     for (int i = 1; i < context->num_inputs(); ++i) capacity += context->input(i).NumElements();
+    std::set<Scope*> chosen;
+    for (const auto& [member, each] : deferred) {
+      capacity += each.room;
+      if (chosen.insert(each.scope.get()).second) each.scope->choose(session_->task(group_, member).measured);
+    }
     Tensor message = allocate(context, tensorflow::DT_UINT8, static_cast<int64_t>(capacity));
     uint8_t* out = message.flat<uint8_t>().data();
     size_t end = kHeaderBytes;
@@ -128,12 +137,23 @@ class PackOp final : public SessionOp {
       const Tensor& input = context->input(i);
       const uint8_t* data = input.flat<uint8_t>().data();
       const auto one = read_messages(data, static_cast<size_t>(input.NumElements()), 1);
-      const size_t bytes = one[0].entries[0].bytes + kEntryBytes;
-      std::copy(data + kHeaderBytes, data + kHeaderBytes + bytes, out + end);
-      end += bytes;
       flags |= one[0].flags;
       digest = one[0].digest;
       if (i == 1) step = one[0].step;
+      const int64_t member = one[0].entries[0].index;
+      const auto later = deferred.find(member);
+      size_t bytes = one[0].entries[0].bytes;
+      if (later != deferred.end()) {
+        const auto start = std::chrono::steady_clock::now();
+        const Encoded encoded = later->second.encode(out + end + kEntryBytes);
+        bytes = encoded.bytes;
+        session_->encoded_now(group_, member, encoded, scattered_, seconds_since(start));
+      } else {
+        const uint8_t* payload = data + one[0].entries[0].offset;
+        std::copy(payload, payload + bytes, out + end + kEntryBytes);
+      }
+      write_entry(out + end, static_cast<uint32_t>(member), bytes);
+      end += kEntryBytes + bytes;
     }
     return message.Slice(0, static_cast<int64_t>(finish_message(out, end, flags, digest, step)));
   }

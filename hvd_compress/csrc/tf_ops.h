@@ -205,10 +205,13 @@ inline std::shared_ptr<Kept> kept_of(Session* session, int64_t segment) {
   return std::static_pointer_cast<Kept>(attachment);
 }
 
+inline std::shared_ptr<Var> shared(RefVar variable) {
+  return std::shared_ptr<Var>(variable.release(), [](Var* released) { released->Unref(); });
+}
+
 // What takes back that a residual was replaced by another one, unless it has been replaced again since. Under its lock.
-inline std::function<void()> undo_of(RefVar residual, std::shared_ptr<Before> before) {
+inline std::function<void()> undo_of(std::shared_ptr<Var> variable, std::shared_ptr<Before> before) {
   const int64_t number = ++before->encodings;
-  std::shared_ptr<Var> variable(residual.release(), [](Var* released) { released->Unref(); });
   return [before = std::move(before), variable = std::move(variable), number] {
     const mutex_lock lock(*variable->mu());
     if (before->encodings == number) std::swap(*variable->tensor(), before->residual);

@@ -145,20 +145,21 @@ class ReduceOp final : public SessionOp {
     Tensor mean = allocate(context, tensorflow::DT_FLOAT, static_cast<int64_t>(n));
     const auto rank = static_cast<uint64_t>(context->input(1).flat<int32_t>()(0));
     // Another seed than of any rank's own gradient.
-    const uint64_t seed = mix_seed(task.seed, ranks + rank, step, static_cast<uint64_t>(task.segment));
+    Step again = task.measured;
+    again.seed = mix_seed(task.seed, ranks + rank, step, static_cast<uint64_t>(task.segment));
     const auto run = [&](const float* residual_in, float* residual_out) {
-      return encode_again(*task.codec, payloads, 1.0f / static_cast<float>(ranks), residual_in, residual_out, n, seed,
+      return encode_again(*task.codec, payloads, 1.0f / static_cast<float>(ranks), residual_in, residual_out, n, again,
                           mean.flat<float>().data(), out);
     };
     Encoded encoded;
     std::function<void()> undo;
     if (task.has_residual) {
       note_begin(context, 2 + static_cast<int>(members_.size() + row), piece.begin);
-      RefVar residual = variable_of(context, 2 + static_cast<int>(row), tensorflow::DT_FLOAT);
+      const std::shared_ptr<Var> residual = shared(variable_of(context, 2 + static_cast<int>(row), tensorflow::DT_FLOAT));
       const auto before = kept_of(session_, task.segment)->piece;
       const mutex_lock lock(*residual->mu());
       encoded = encode_with(context, residual.get(), before.get(), static_cast<int64_t>(n), run);
-      undo = undo_of(std::move(residual), before);
+      undo = undo_of(residual, before);
     } else {
       encoded = run(nullptr, nullptr);
     }

@@ -90,7 +90,8 @@ class Group:
                         momentum=momentum,
                         variable=_handle(variables[member]),
                         member=member,
-                        scattered_bucket=bucket.number if bucket.scattered else -1,
+                        bucket=bucket.number,
+                        scattered=bucket.scattered,
                         name=f"hvd_compress_{name}_gradient_{member}",
                         **common,
                     )

@@ -69,7 +69,8 @@ class Bench:
             momentum=list(momentum),
             variable=[v.handle for v in variable],
             member=member,
-            scattered_bucket=-1,
+            bucket=0,
+            scattered=False,
             **self.common,
         )
 
