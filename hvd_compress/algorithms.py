@@ -130,3 +130,59 @@ class Algorithms(metaclass=_Namespace):
     def onebit(cls, *parameters: Any, scale: str = "l1", **options: Any) -> Any:
         """EF-signSGD, see `hvd_compress.codecs.OneBit`: 32 times fewer bytes."""
         return cls.make(make("onebit", scale=scale), *parameters, **options)
+
+    @algorithm
+    def topk(
+        cls,
+        *parameters: Any,
+        fraction: float | None = None,
+        count: int | None = None,
+        error_feedback: bool = True,
+        **options: Any,
+    ) -> Any:
+        """The elements of largest magnitude, see `hvd_compress.codecs.TopK`."""
+        codec = make("topk", fraction=fraction, count=count, error_feedback=error_feedback)
+        return cls.make(codec, *parameters, **options)
+
+    @algorithm
+    def randomk(
+        cls,
+        *parameters: Any,
+        fraction: float | None = None,
+        count: int | None = None,
+        error_feedback: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Random elements, the same on every rank, see `hvd_compress.codecs.RandomK`: no index is sent."""
+        codec = make("randomk", fraction=fraction, count=count, error_feedback=error_feedback)
+        return cls.make(codec, *parameters, **options)
+
+    @algorithm
+    def cat(
+        cls,
+        *parameters: Any,
+        scheme: str = "topk",
+        cost: str = "measured",
+        c0: float | None = None,
+        c1: float | None = None,
+        pmax: int | None = None,
+        latency: float | None = None,
+        bandwidth: float | None = None,
+        scope: str = "bucket",
+        error_feedback: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """CAT, see `hvd_compress.codecs.CAT`: how much is sent is chosen at every step, by improvement over cost."""
+        codec = make(
+            "cat",
+            scheme=scheme,
+            cost=cost,
+            c0=c0,
+            c1=c1,
+            pmax=pmax,
+            latency=latency,
+            bandwidth=bandwidth,
+            scope=scope,
+            error_feedback=error_feedback,
+        )
+        return cls.make(codec, *parameters, **options)

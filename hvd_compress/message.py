@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress import _kernels
 from hvd_compress.vector import Vector
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class Flags(enum.IntFlag):
@@ -31,12 +31,14 @@ class Message(NamedTuple):
         flags: See `Flags`.
         digest: Of the sender's plan.
         step: The sender's number of this step.
+        seconds: That the sender's last exchange under this name took; 0: not known.
         payloads: Offset in bytes and length of each segment's payload, by the segment's index.
     """
 
     flags: Flags
     digest: int
     step: int
+    seconds: float
     payloads: dict[int, tuple[int, int]]
 
 
@@ -61,6 +63,7 @@ class MessageWriter:
         """Begins a message."""
         self._end = self.HEADER_BYTES
         self.flags = Flags(0)
+        self.seconds = 0.0
         self.segments = 0
 
     def room(self) -> Vector:
@@ -81,7 +84,7 @@ class MessageWriter:
 
     def finish(self, digest: int, step: int) -> int:
         """Writes the header and returns the message's length in bytes, a byte of padding included in every second step."""
-        return _kernels.finish_message(self._vector.address, self._end, int(self.flags), digest, step)
+        return _kernels.finish_message(self._vector.address, self._end, int(self.flags), digest, step, self.seconds)
 
 
 def read_messages(data: np.ndarray, ranks: int) -> list[Message]:
@@ -92,6 +95,6 @@ def read_messages(data: np.ndarray, ranks: int) -> list[Message]:
     """
     vector = Vector.of(data)
     return [
-        Message(Flags(flags), digest, step, payloads)
-        for flags, digest, step, payloads in _kernels.read_messages(vector.address, vector.length, ranks)
+        Message(Flags(flags), digest, step, seconds, payloads)
+        for flags, digest, step, seconds, payloads in _kernels.read_messages(vector.address, vector.length, ranks)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvd_compress.exchange import ALLGATHER, ALLREDUCE, SCATTER_GATHER
 
@@ -144,16 +144,36 @@ class Record(Counters):
         return record
 
 
+class Network(NamedTuple):
+    """What sending costs, as it was measured: an exchange takes ``latency + bytes / bandwidth``, with the bytes of one message.
+
+    Attributes:
+        latency: Seconds.
+        bandwidth: Bytes a second.
+    """
+
+    latency: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, meter: _kernels.Meter) -> Network | None:
+        """The fit of a meter, if it has one."""
+        fit = meter.step()
+        return cls(fit.latency, 1 / fit.seconds_per_byte) if meter.is_fitted else None
+
+
 class Stats:
     """The figures of a compression, always on.
 
     Attributes:
+        network: What sending costs, where a codec asks for that and it is measured already; else None.
         steps: How many steps were finished.
         step: A `Record` of the last finished step.
         total: A `Record` of all finished steps.
     """
 
     def __init__(self) -> None:
+        self.network: Network | None = None
         self.steps = 0
         self.step = Record()
         self.total = Record()
@@ -163,9 +183,12 @@ class Stats:
         return f"<Stats of {self.steps} steps: {self.total.bytes_sent:.0f} bytes sent, ratio {self.total.ratio:.1f}>"
 
     @classmethod
-    def of(cls, steps: int, step: Mapping[str, Counters], total: Mapping[str, Counters]) -> Stats:
+    def of(
+        cls, steps: int, step: Mapping[str, Counters], total: Mapping[str, Counters], network: Network | None = None
+    ) -> Stats:
         """The figures of so many steps, the last one and all, by parameter."""
         stats = cls()
+        stats.network = network
         stats.steps, stats.step, stats.total = steps, Record.of_parameters(step), Record.of_parameters(total)
         return stats
 

@@ -62,6 +62,12 @@ class Measured(NamedTuple):
     seconds_per_byte: float = 8e-9
     explore: float = 0.0
 
+    @classmethod
+    def of(cls, meter: _kernels.Meter) -> Measured:
+        """What a meter has measured so far."""
+        step = meter.step()
+        return cls(step.latency, step.seconds_per_byte, step.explore)
+
 
 ASSUMED = Measured()
 """Before something was measured: 1 ms and 1 Gbit/s."""
@@ -116,6 +122,11 @@ class Codec:
     @property
     def is_joint(self) -> bool:
         """Whether how much is sent of a segment depends on all that travel with it: see `new_scope`."""
+        return False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it asks what sending costs: see `Measured`."""
         return False
 
     @property

@@ -8,6 +8,7 @@
 
 #include "codec.h"
 #include "message.h"
+#include "meter.h"
 #include "random.h"
 #include "scatter.h"
 #include "session_state.h"
@@ -31,15 +32,15 @@ std::vector<Bytes> bytes_of(const std::vector<std::pair<uintptr_t, size_t>>& pay
 py::tuple as_tuple(const Message& message) {
   py::dict payloads;
   for (const Entry& entry : message.entries) payloads[py::int_(entry.index)] = py::make_tuple(entry.offset, entry.bytes);
-  return py::make_tuple(message.flags, message.digest, message.step, payloads);
+  return py::make_tuple(message.flags, message.digest, message.step, message.seconds, payloads);
 }
 
 void bind_messages(py::module_& m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("ENTRY_BYTES") = kEntryBytes;
   m.def("write_entry", [](uintptr_t at, uint32_t index, uint64_t bytes) { write_entry(bytes_at(at), index, bytes); });
-  m.def("finish_message", [](uintptr_t message, size_t end, uint32_t flags, uint64_t digest, uint64_t step) {
-    return finish_message(bytes_at(message), end, flags, digest, step);
+  m.def("finish_message", [](uintptr_t message, size_t end, uint32_t flags, uint64_t digest, uint64_t step, float seconds) {
+    return finish_message(bytes_at(message), end, {flags, digest, step, seconds});
   });
   m.def("read_messages", [](uintptr_t data, size_t bytes, int ranks) {
     py::list messages;
@@ -105,6 +106,8 @@ void bind_sessions(py::module_& m) {
       .def("set_codec", &SessionState::set_codec, release)
       .def("set_digest", &SessionState::set_digest, release)
       .def_property("seed", &SessionState::seed, &SessionState::set_seed)
+      .def("measure", &SessionState::measure, release)
+      .def_property_readonly("meter", &SessionState::meter)
       .def("fail", &SessionState::fail, release)
       .def("warn", &SessionState::warn, release)
       .def("on_warning", &SessionState::on_warning)
@@ -176,7 +179,17 @@ PYBIND11_MODULE(_kernels, m) {
              return Step{seed, latency, seconds_per_byte, explore};
            }),
            py::arg("seed") = 0, py::arg("latency") = Step().latency, py::arg("seconds_per_byte") = Step().seconds_per_byte,
-           py::arg("explore") = 0.0);
+           py::arg("explore") = 0.0)
+      .def_readonly("latency", &Step::latency)
+      .def_readonly("seconds_per_byte", &Step::seconds_per_byte)
+      .def_readonly("explore", &Step::explore);
+  py::class_<Meter>(m, "Meter")
+      .def(py::init())
+      .def("said", &Meter::said)
+      .def("sent", &Meter::sent)
+      .def("finish_round", &Meter::finish_round)
+      .def("step", &Meter::step)
+      .def_property_readonly("is_fitted", &Meter::is_fitted);
   py::class_<Scope>(m, "Scope")
       .def("add",
            [](Scope& scope, uint32_t index, uintptr_t grad, DType dtype, uintptr_t residual_in, uintptr_t residual_out, size_t n,

@@ -31,7 +31,11 @@ int64_t found_twice(const std::vector<Entry>& entries) {
 }
 
 Message read_message(const uint8_t* data, size_t start, size_t end, const std::string& rank) {
-  Message message{load<uint32_t>(data + start + 4), load<uint64_t>(data + start + 8), load<uint64_t>(data + start + 16), {}};
+  Message message;
+  message.flags = load<uint32_t>(data + start + 4);
+  message.digest = load<uint64_t>(data + start + 8);
+  message.step = load<uint64_t>(data + start + 16);
+  message.seconds = load<float>(data + start + 24);
   size_t at = start + kHeaderBytes;
   while (end - at > 1) {
     if (end - at < kEntryBytes) throw MalformedPayload("rank " + rank + "'s message ends in the middle of a segment");
@@ -57,14 +61,15 @@ void write_entry(uint8_t* at, uint32_t index, uint64_t payload_bytes) {
   store(at + 4, payload_bytes);
 }
 
-size_t finish_message(uint8_t* message, size_t end, uint32_t flags, uint64_t digest, uint64_t step) {
-  const size_t length = end + step % 2;
+size_t finish_message(uint8_t* message, size_t end, const Head& head) {
+  const size_t length = end + head.step % 2;
   if (length > end) message[end] = 0;
   std::memcpy(message, kMagic, sizeof kMagic);
-  store(message + 4, flags);
-  store(message + 8, digest);
-  store(message + 16, step);
-  store(message + 24, static_cast<uint64_t>(length));
+  store(message + 4, head.flags);
+  store(message + 8, head.digest);
+  store(message + 16, head.step);
+  store(message + 24, head.seconds);
+  store(message + 28, static_cast<uint64_t>(length));
   return length;
 }
 
@@ -76,7 +81,7 @@ std::vector<Message> read_messages(const uint8_t* data, size_t bytes, int ranks)
     if (bytes - start < kHeaderBytes) {
       throw MalformedPayload(std::to_string(bytes) + " bytes end in the header of rank " + name + "'s message");
     }
-    const auto length = load<uint64_t>(data + start + 24);
+    const auto length = load<uint64_t>(data + start + 28);
     if (std::memcmp(data + start, kMagic, sizeof kMagic) != 0 || load<uint32_t>(data + start + 4) > kAllFlags ||
         length < kHeaderBytes || length > bytes - start) {
       throw MalformedPayload("rank " + name + "'s message has a header that is none");

@@ -1,7 +1,7 @@
 // What travels: one rank's bytes of one bucket, a header, then the payloads with their segments' indices.
 //
-// Layout, little-endian: "HVDC", uint32 flags, uint64 digest of the plan, uint64 step, uint64 length in bytes, padding
-// included; then for each segment uint32 index, uint64 payload bytes, payload; then at most one byte of padding. The segments
+// Layout, little-endian: "HVDC", uint32 flags, uint64 digest of the plan, uint64 step, float32 seconds that the last exchange
+// under this name took, uint64 length in bytes, padding included; then for each segment uint32 index, uint64 payload bytes, payload; then at most one byte of padding. The segments
 // stand in the order in which their gradients came, which differs between ranks.
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr uint32_t kRepeat = 2;     // no new gradient since the last step's res
 constexpr uint32_t kDamaged = 4;    // what the sender was to encode again was damaged: no payloads
 constexpr uint32_t kAllFlags = kNonFinite | kRepeat | kDamaged;
 
-constexpr size_t kHeaderBytes = 32;
+constexpr size_t kHeaderBytes = 36;
 constexpr size_t kEntryBytes = 12;  // what a segment takes besides its payload
 
 struct Entry {
@@ -26,9 +26,13 @@ struct Entry {
   size_t offset, bytes;  // of the payload, from the beginning of all messages
 };
 
-struct Message {
-  uint32_t flags;
-  uint64_t digest, step;
+struct Head {
+  uint32_t flags = 0;
+  uint64_t digest = 0, step = 0;
+  float seconds = 0;  // see meter.h
+};
+
+struct Message : Head {
   std::vector<Entry> entries;
 };
 
@@ -37,7 +41,7 @@ void write_entry(uint8_t* at, uint32_t index, uint64_t payload_bytes);
 // Writes the header of a message whose last entry ends at `end`, and the padding, for which there must be room; returns the
 // length. The length of every second step's message is padded by a byte, so that it is never that of the step before: Horovod
 // then does not answer it from its response cache, which dies where another rank has called join().
-size_t finish_message(uint8_t* message, size_t end, uint32_t flags, uint64_t digest, uint64_t step);
+size_t finish_message(uint8_t* message, size_t end, const Head& head);
 
 // The messages of all ranks, which stand one behind the other; ranks < 0: of as many as there are. Throws MalformedPayload
 // where they are not what was written.

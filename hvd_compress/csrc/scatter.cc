@@ -70,7 +70,7 @@ std::vector<size_t> Chunks::split(const uint8_t* message, size_t bytes, uint8_t*
       write_entry(out + end, piece.index, size);
       end += kEntryBytes + size;
     }
-    lengths.push_back(finish_message(out, end, whole.flags, whole.digest, whole.step));
+    lengths.push_back(finish_message(out, end, whole));
     out += lengths.back();
   }
   return lengths;

@@ -135,7 +135,7 @@ Task SessionState::arrive(int64_t group, int64_t member, const std::string& vari
 
 Task SessionState::task_of(const Group& group, const Member& member) {
   const Segment& segment = segments_.at(member.segment);
-  return {segment.codec, segment.has_residual, seed_, member.segment, group.digest, Step()};
+  return {segment.codec, segment.has_residual, seed_, member.segment, group.digest, measures_ ? meter_.step() : Step()};
 }
 
 Task SessionState::task(int64_t group, int64_t member) {
@@ -219,8 +219,56 @@ void SessionState::reduced(int64_t group, int64_t member, size_t grad_bytes, siz
 void SessionState::sent(int64_t group, int64_t bucket, int64_t member, bool scattered) {
   const std::lock_guard lock(mutex_);
   Group& g = groups_.at(group);
-  g.sent[bucket] = Clock::now();
+  const bool alone = is_idle();
+  Flight& flight = g.flights[bucket];
+  flight.sent = Clock::now();
+  if (flight.phases++ == 0) {
+    flight.begun = flight.sent;
+    flight.alone = alone;
+    flight.scattered = scattered;
+  }
   if (!scattered) g.members.at(member).now.gathered_bytes += kHeaderBytes;
+}
+
+bool SessionState::is_idle() const {
+  for (const Group& group : groups_) {
+    for (const auto& [_, flight] : group.flights) {
+      if (!flight.done) return false;
+    }
+  }
+  return true;
+}
+
+float SessionState::seconds(int64_t group, int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  return groups_.at(group).seconds[bucket];
+}
+
+void SessionState::measure() {
+  const std::lock_guard lock(mutex_);
+  measures_ = true;
+}
+
+Meter SessionState::meter() {
+  const std::lock_guard lock(mutex_);
+  return meter_;
+}
+
+// The first messages of an exchange tell what the last one took, the last messages end this one.
+void SessionState::note_times(Group& group, int64_t number, int64_t bucket, const std::vector<Message>& messages, size_t bytes) {
+  const int64_t exchange = number << 32 | bucket;
+  Flight& flight = group.flights[bucket];
+  if (flight.phases == 1) {
+    std::vector<float> seconds;
+    for (const Message& message : messages) seconds.push_back(message.seconds);
+    meter_.said(exchange, seconds);
+  }
+  if (flight.phases == (flight.scattered ? 2 : 1)) {
+    flight.done = true;
+    group.seconds[bucket] = flight.alone ? std::chrono::duration<float>(Clock::now() - flight.begun).count() : 0;
+    // What all ranks have encoded again is about as large as what one of them has encoded.
+    meter_.sent(exchange, static_cast<double>(bytes) / (flight.scattered ? 1 : static_cast<double>(messages.size())));
+  }
 }
 
 std::vector<Message> SessionState::received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) {
@@ -245,8 +293,9 @@ std::vector<Message> SessionState::received(int64_t group, int64_t bucket, const
   }
   if (!messages.empty() && !messages[0].entries.empty()) {  // how long it was under way is its first member's
     Member& first = g.members.at(messages[0].entries[0].index);
-    first.now.wait_s += std::chrono::duration<double>(Clock::now() - g.sent[bucket]).count();
+    first.now.wait_s += std::chrono::duration<double>(Clock::now() - g.flights[bucket].sent).count();
   }
+  if (measures_) note_times(g, group, bucket, messages, bytes);
   return messages;
 }
 
@@ -319,7 +368,8 @@ void SessionState::close(Group& group) {
   }
   group.finished = 0;
   group.open = group.nonfinite = false;
-  group.sent.clear();
+  group.flights.clear();
+  if (measures_) meter_.finish_round();
   group.scopes.clear();
   group.deferred.clear();
 }

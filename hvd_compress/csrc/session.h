@@ -78,6 +78,9 @@ class Session {
   // A message of a bucket, whose first member that is, is handed over to Horovod.
   virtual void sent(int64_t group, int64_t bucket, int64_t member, bool scattered) = 0;
 
+  // How long the last exchange of a bucket took; 0: not known.
+  virtual float seconds(int64_t group, int64_t bucket) = 0;
+
   // The messages of all ranks are there: parsed, and checked for being of the same plan and step. Throws MalformedPayload where
   // they are damaged, or a rank says that what it got was.
   virtual std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) = 0;

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 
+#include "meter.h"
 #include "session.h"
 
 namespace hvd_compress {
@@ -55,6 +56,10 @@ class SessionState final : public Session {
   };
   Stats stats();
 
+  // Codecs ask what sending costs: it is measured from now on.
+  void measure();
+  Meter meter();
+
   Task arrive(int64_t group, int64_t member, const std::string& variable) override;
   Task task(int64_t group, int64_t member) override;
   void encoded(int64_t group, int64_t member, const Encoded& encoded, bool scattered, size_t grad_bytes, double seconds,
@@ -66,6 +71,7 @@ class SessionState final : public Session {
   void encoded_again(int64_t group, int64_t member, double seconds, std::function<void()> undo) override;
   void scattered(int64_t group, int64_t member, size_t bytes) override;
   void sent(int64_t group, int64_t bucket, int64_t member, bool scattered) override;
+  float seconds(int64_t group, int64_t bucket) override;
   std::vector<Message> received(int64_t group, int64_t bucket, const uint8_t* data, size_t bytes) override;
   void finished(int64_t group, int64_t member, bool finite, double seconds) override;
   void reduced(int64_t group, int64_t member, size_t grad_bytes, size_t reduced_bytes) override;
@@ -98,12 +104,22 @@ class SessionState final : public Session {
     std::shared_ptr<const Chunks> chunks;  // among so many ranks, where they were asked for
   };
 
+  // A message under way.
+  struct Flight {
+    Clock::time_point begun, sent;  // the first time, and the last: in a scatter-gather two are sent
+    bool alone = true;              // no other was under way when it began
+    bool scattered = false;
+    int phases = 0;                 // that have begun
+    bool done = false;
+  };
+
   struct Group {
     std::vector<Member> members;
     uint64_t digest = 0;
     size_t finished = 0;
     bool open = false, nonfinite = false;
-    std::map<int64_t, Clock::time_point> sent;  // by bucket
+    std::map<int64_t, Flight> flights;   // by bucket, in this round
+    std::map<int64_t, float> seconds;    // by bucket: what the last one took, 0 where others were under way
     std::map<int64_t, ScatteredBucket> scattered;
     std::map<std::pair<int64_t, const Codec*>, std::shared_ptr<Scope>> scopes;  // by bucket and codec
     std::map<int64_t, std::map<int64_t, Deferred>> deferred;                    // by bucket and member
@@ -113,6 +129,8 @@ class SessionState final : public Session {
   Task task_of(const Group& group, const Member& member);
   void take_back(Member& member);
   void note_nonfinite(Group& group);
+  bool is_idle() const;
+  void note_times(Group& group, int64_t number, int64_t bucket, const std::vector<Message>& messages, size_t bytes);
   void close(Group& group);
 
   std::mutex mutex_;
@@ -120,6 +138,8 @@ class SessionState final : public Session {
   std::deque<Segment> segments_;  // a deque: references stay good while others are added
   std::deque<Group> groups_;
   int64_t rounds_ = 0;
+  bool measures_ = false;
+  Meter meter_;
   std::vector<int64_t> segments_of_last_;
   std::string failure_;
   std::mutex warning_mutex_;

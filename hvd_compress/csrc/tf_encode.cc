@@ -120,7 +120,8 @@ class EncodeOp final : public MemberOp {
       }
     }
     write_entry(out + kHeaderBytes, static_cast<uint32_t>(member_), encoded.bytes);
-    const size_t length = finish_message(out, begin + encoded.bytes, encoded.finite ? 0 : kNonFinite, task.digest, step);
+    const size_t length = finish_message(
+        out, begin + encoded.bytes, {encoded.finite ? 0 : kNonFinite, task.digest, step, session_->seconds(group_, bucket_)});
     context->set_output(0, message.Slice(0, static_cast<int64_t>(length)));  // the same memory
     if (!dense) {
       Tensor* stand_in;

@@ -131,15 +131,14 @@ class PackOp final : public SessionOp {
     Tensor message = allocate(context, tensorflow::DT_UINT8, static_cast<int64_t>(capacity));
     uint8_t* out = message.flat<uint8_t>().data();
     size_t end = kHeaderBytes;
-    uint32_t flags = 0;
-    uint64_t digest = 0, step = 0;
+    Head head;
     for (int i = 1; i < context->num_inputs(); ++i) {
       const Tensor& input = context->input(i);
       const uint8_t* data = input.flat<uint8_t>().data();
       const auto one = read_messages(data, static_cast<size_t>(input.NumElements()), 1);
-      flags |= one[0].flags;
-      digest = one[0].digest;
-      if (i == 1) step = one[0].step;
+      const uint32_t flags = head.flags | one[0].flags;
+      if (i == 1) head = one[0];
+      head.flags = flags;
       const int64_t member = one[0].entries[0].index;
       const auto later = deferred.find(member);
       size_t bytes = one[0].entries[0].bytes;
@@ -155,7 +154,7 @@ class PackOp final : public SessionOp {
       write_entry(out + end, static_cast<uint32_t>(member), bytes);
       end += kEntryBytes + bytes;
     }
-    return message.Slice(0, static_cast<int64_t>(finish_message(out, end, flags, digest, step)));
+    return message.Slice(0, static_cast<int64_t>(finish_message(out, end, head)));
   }
 
   int64_t bucket_ = -1;

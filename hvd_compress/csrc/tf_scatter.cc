@@ -132,7 +132,7 @@ class ReduceOp final : public SessionOp {
       flags = kDamaged;
     }
     const uint64_t digest = session_->task(group_, members_[0]).digest;
-    context->set_output(0, message.Slice(0, static_cast<int64_t>(finish_message(out, end, flags, digest, step))));
+    context->set_output(0, message.Slice(0, static_cast<int64_t>(finish_message(out, end, {flags, digest, step}))));
     session_->sent(group_, bucket_, members_[0], true);
   }
 

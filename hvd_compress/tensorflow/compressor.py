@@ -24,7 +24,7 @@ from hvd_compress.codecs import Codec, parse
 from hvd_compress.exchange import AUTO
 from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_exchange, check_name, check_seed
 from hvd_compress.plan import Plan, Policy
-from hvd_compress.stats import Counters, Stats
+from hvd_compress.stats import Counters, Network, Stats
 from hvd_compress.tensorflow import ops
 from hvd_compress.tensorflow.exchange import Exchange
 from hvd_compress.tensorflow.gradients import Gradients, is_loss_scale_optimizer, reduced_together
@@ -195,6 +195,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             steps,
             {names[segment]: Counters.of_session(last[segment], ranks) for segment in of_last},
             {name: Counters.of_session(total[segment], ranks) for segment, name in names.items() if total[segment].rounds},
+            Network.of(self._session.meter),
         )
 
     def set_codec(self, codec: str | Codec, overrides: Mapping[str, str | Codec] | None = None) -> None:

@@ -45,6 +45,7 @@ class Group:
     def set_policy(self, policy: Policy, session: _kernels.Session) -> list[str]:
         """Takes other codecs; returns the names of the parameters that cannot, since Horovod's allreduce carries them."""
         self.plan = self._make_plan(policy)
+        self._measure(session)
         for number in self._numbers:
             session.set_digest(number, self.plan.digest)
         refused = []
@@ -117,10 +118,15 @@ class Group:
 
     def _add_to(self, session: _kernels.Session) -> int:
         number = session.add_group([slot.segment for slot in self.slots], self.plan.digest)
+        self._measure(session)
         for bucket in self._buckets:
             if bucket.scattered:
                 session.add_scattered_bucket(number, bucket.number, bucket.sizes)
         return number
+
+    def _measure(self, session: _kernels.Session) -> None:
+        if any(segment.codec.is_measured for segment in self.plan.segments):
+            session.measure()
 
     def _exchanged(
         self,

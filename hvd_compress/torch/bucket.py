@@ -24,6 +24,7 @@ class Bucket:
 
     Attributes:
         index: Its number in the plan.
+        seconds: That the last message took, late or not; told to the other ranks in the next one.
 
     Args:
         index: The same.
@@ -47,6 +48,7 @@ class Bucket:
         self._exchange = exchange
         self._digest = digest
         self._segments = len(slots)
+        self.seconds: dict[bool, float] = {}
         self._capacity = sum(slot.segment.codec.max_payload(slot.segment.parameter.numel) for slot in slots)
         self._writers: dict[bool, MessageWriter] = {}
         self._buffers: dict[bool, ChunkBuffers] = {}
@@ -84,6 +86,7 @@ class Bucket:
     def send(self, late: bool, round: Round, measured: Measured, check: Check) -> None:
         """Enqueues the message; `measured` is for encoding again."""
         writer = self.writer(late)
+        writer.seconds = self.seconds.get(late, 0.0)
         if round.repeat:
             writer.flags |= Flags.REPEAT
         length = writer.finish(self._digest, round.step)
@@ -92,11 +95,12 @@ class Bucket:
         round.transfers[self.index, late] = self._transfer(name, writer.buffer[:length], late, round, measured, check)
 
     def _transfer(self, name: str, message: np.ndarray, late: bool, round: Round, measured: Measured, check: Check) -> Transfer:
+        alone = all(transfer.is_done for transfer in round.transfers.values())
         if self._chunked is None:
-            return Gather(self._exchange, name, message, check)
+            return Gather(self._exchange, name, message, alone, check)
         if late not in self._buffers:
             self._buffers[late] = ChunkBuffers(self._chunked.chunks, round.rank)
-        return ScatterGather(self._exchange, name, message, check, self._chunked, self._buffers[late], measured, round)
+        return ScatterGather(self._exchange, name, message, alone, check, self._chunked, self._buffers[late], measured, round)
 
     def unsent(self, round: Round) -> list[bool]:
         """Which of the two messages, the late one or not, something has come for that was not sent."""

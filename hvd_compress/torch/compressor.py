@@ -25,12 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_compress import _kernels, state
 from hvd_compress._kernels import PayloadError
 from hvd_compress.codecs import Codec, parse
-from hvd_compress.codecs.base import ASSUMED, Momentum
+from hvd_compress.codecs.base import ASSUMED, Measured, Momentum
 from hvd_compress.exchange import AUTO
 from hvd_compress.message import Flags, Message
 from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, SAME_ON_ALL, check_exchange, check_name, check_seed
 from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
-from hvd_compress.stats import Stats
+from hvd_compress.stats import Network, Stats
 from hvd_compress.torch.bucket import Bucket
 from hvd_compress.torch.encoder import Encoder
 from hvd_compress.torch.exchange import Exchange, Pending, StandIn
@@ -95,7 +95,6 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._grad_scaler = grad_scaler
         self.stats = Stats()
         self._scratch = Scratch()
-        self._measured = ASSUMED
 
         set_id = process_set.process_set_id or 0
         number = _made.get(set_id, 0)
@@ -264,12 +263,23 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     def _close(self, round: Round) -> None:
         for bucket in self._buckets:
             bucket.expect(round)
+        if self._meter is not None:
+            self._measure(self._meter, round)
         self._backward_ran = False
         for slot in round.slots:
             if round.nonfinite:  # on some rank; every rank takes the whole step back
                 slot.undo(round)
             round.record.of(slot.name).residual_sq = slot.residual.sq
         self.stats.finish(round.record)
+
+    def _measure(self, meter: _kernels.Meter, round: Round) -> None:
+        for (index, late), transfer in round.transfers.items():
+            self._buckets[index].seconds[late] = transfer.seconds
+            meter.said(2 * index + late, transfer.said)
+            meter.sent(2 * index + late, transfer.bytes)
+        meter.finish_round()
+        self._measured = Measured.of(meter)
+        self.stats.network = Network.of(meter)
 
     # --- encode and decode
 
@@ -404,6 +414,8 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             )
             for i, bucket in enumerate(self._plan.buckets)
         ]
+        self._meter = _kernels.Meter() if any(s.codec.is_measured for s in self._plan.segments) else None
+        self._measured = ASSUMED if self._meter is None else Measured.of(self._meter)
         self._announced: Pending | None = None
         self._agreed = False
 

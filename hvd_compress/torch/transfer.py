@@ -30,6 +30,7 @@ class Received:
 
     def __init__(self, data: np.ndarray, ranks: int) -> None:
         self._bytes = Vector.of(data)
+        self.size = data.size
         self.messages = read_messages(data, ranks)
 
     def payloads(self, ranks: Iterable[int], slot: Slot) -> list[Vector]:
@@ -61,12 +62,21 @@ class Transfer(ABC):
 
     Attributes:
         waited_s: Seconds that were waited for it.
+        seconds: That it took; 0 where that is not known, since it was done when the result was asked for, or not alone.
+        said: That the last exchange under this name took, by rank.
+        bytes: Of one rank's message, on average.
+
+    Args:
+        alone: No other was under way when it was sent.
     """
 
-    waited_s = 0.0
-
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
+        self.waited_s = 0.0
+        self.seconds = 0.0
+        self.said: list[float] = []
+        self.bytes = 0.0
         self._result: Received | None = None
+        self._alone, self._sent_at = alone, time.perf_counter()
 
     def wait(self) -> Received:
         """Waits until the result is there, and parses it."""
@@ -79,6 +89,21 @@ class Transfer(ABC):
 
     def go_on(self) -> None:  # noqa: B027
         """Goes on to the last phase, and waits for those before."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return self.finish(0)
+
+    def _wait_for(self, pending: Pending) -> np.ndarray:
+        """Waits for what is the end of it."""
+        was_done, start = pending.poll(), time.perf_counter()
+        data = pending.wait()
+        now = time.perf_counter()
+        self.waited_s += now - start
+        if self._alone and not was_done:
+            self.seconds = now - self._sent_at
+        return data
 
     @abstractmethod
     def finish(self, seconds: float) -> bool:
@@ -99,8 +124,8 @@ class Transfer(ABC):
 class Gather(Transfer):
     """Every rank gets the messages of all."""
 
-    def __init__(self, exchange: Exchange, name: str, message: np.ndarray, check: Check) -> None:
-        super().__init__()
+    def __init__(self, exchange: Exchange, name: str, message: np.ndarray, alone: bool, check: Check) -> None:
+        super().__init__(alone)
         self._ranks = exchange.size
         self._check = check
         self._pending = exchange.allgather_async(name, message)
@@ -119,11 +144,10 @@ class Gather(Transfer):
         slot.segment.codec.decode(payloads, factor / self._ranks, out)
 
     def _wait(self) -> Received:
-        start = time.perf_counter()
-        data = self._pending.wait()
-        self.waited_s += time.perf_counter() - start
-        received = Received(data, self._ranks)
+        received = Received(self._wait_for(self._pending), self._ranks)
         self._check(received.messages)
+        self.said = [message.seconds for message in received.messages]
+        self.bytes = received.size / self._ranks
         return received
 
 
@@ -160,6 +184,7 @@ class ScatterGather(Transfer):
         exchange: Of the compression.
         name: Begins the names of the two operations.
         message: Of this rank, with all segments' payloads.
+        alone: See `Transfer`.
         check: See `Check`.
         bucket: Of the bucket.
         buffers: Of this transfer alone.
@@ -172,13 +197,14 @@ class ScatterGather(Transfer):
         exchange: Exchange,
         name: str,
         message: np.ndarray,
+        alone: bool,
         check: Check,
         bucket: Chunked,
         buffers: ChunkBuffers,
         measured: Measured,
         round: Round,
     ) -> None:
-        super().__init__()
+        super().__init__(alone)
         self._exchange, self._name, self._check = exchange, name, check
         self._ranks, self._rank = round.size, round.rank
         self._bucket, self._writer, self._measured, self._round = bucket, buffers.writer, measured, round
@@ -205,6 +231,7 @@ class ScatterGather(Transfer):
         try:
             received = Received(data, self._ranks)
             self._check(received.messages)
+            self.said = [message.seconds for message in received.messages]
             self._encode_again(received)
         except PayloadError as error:  # the others wait for this rank's message
             self._damage = error
@@ -232,14 +259,12 @@ class ScatterGather(Transfer):
                     slot.segment.codec.decode(received.payloads([owner], slot), factor, out.slice(begin, end - begin))
 
     def _wait(self) -> Received:
-        last = self._last()
-        start = time.perf_counter()
-        data = last.wait()
-        self.waited_s += time.perf_counter() - start
+        data = self._wait_for(self._last())
         if self._damage is not None:
             raise self._damage
         received = Received(data, self._ranks)
         self._check(received.messages)
+        self.bytes = received.size  # what all have encoded again is about as large as what one of them has encoded
         return received
 
     def _last(self) -> Pending:

@@ -13,7 +13,7 @@ HEADER, ENTRY = MessageWriter.HEADER_BYTES, MessageWriter.ENTRY_BYTES
 U64 = st.integers(0, 2**64 - 1)
 
 
-def write(writer, payloads, digest=7, step=0, flags=0):
+def write(writer, payloads, digest=7, step=0, flags=0, seconds=0.0):
     """The message as an array, payloads in the order given."""
     writer.clear()
     for index, payload in payloads.items():
@@ -23,7 +23,7 @@ def write(writer, payloads, digest=7, step=0, flags=0):
         assert room.length >= len(payload)
         writer.buffer[start : start + len(payload)] = np.frombuffer(payload, np.uint8)
         writer.add(index, len(payload))
-    writer.flags = Flags(flags)
+    writer.flags, writer.seconds = Flags(flags), seconds
     assert writer.segments == len(payloads)
     return writer.buffer[: writer.finish(digest, step)].copy()
 
@@ -33,8 +33,9 @@ def message(payloads, **header):
 
 
 def contents(data, got):
-    """A message without places: its payloads' bytes."""
-    return got._replace(payloads={i: bytes(data[at : at + size]) for i, (at, size) in got.payloads.items()})
+    """A message without places: its payloads' bytes. Of its seconds all bits count."""
+    payloads = {i: bytes(data[at : at + size]) for i, (at, size) in got.payloads.items()}
+    return got._replace(seconds=float(got.seconds).hex(), payloads=payloads)
 
 
 PAYLOADS = {5: b"abcdefgh", 0: b"", 3: b"xyz"}
@@ -48,16 +49,22 @@ def several(steps=(4, 4, 4)):
 @settings(max_examples=100)
 @given(
     st.lists(
-        st.tuples(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=40), max_size=6), U64, U64, st.integers(0, 3)),
+        st.tuples(
+            st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=40), max_size=6),
+            U64,
+            U64,
+            st.integers(0, 3),
+            st.floats(0, 1e6, width=32),
+        ),
         min_size=1,
         max_size=4,
     )
 )
 def test_round_trip(ranks):
-    data = np.concatenate([message(p, digest=d, step=s, flags=f) for p, d, s, f in ranks])
+    data = np.concatenate([message(p, digest=d, step=s, flags=f, seconds=t) for p, d, s, f, t in ranks])
     got = read_messages(data, len(ranks))
-    assert [contents(data, m) for m in got] == [Message(Flags(f), d, s, p) for p, d, s, f in ranks]
-    assert [list(m.payloads) for m in got] == [list(p) for p, _, _, _ in ranks]
+    assert [contents(data, m) for m in got] == [Message(Flags(f), d, s, float(t).hex(), p) for p, d, s, f, t in ranks]
+    assert [list(m.payloads) for m in got] == [list(p) for p, *_ in ranks]
 
 
 def test_length_differs_from_step_to_step():
@@ -67,13 +74,15 @@ def test_length_differs_from_step_to_step():
 
 
 def test_header():
-    data = message({1: b"ab"}, digest=0x1122334455667788, step=6, flags=1)
+    data = message({1: b"ab"}, digest=0x1122334455667788, step=6, flags=1, seconds=0.25)
     assert bytes(data[:4]) == b"HVDC"
     assert data[4:8].view("<u4")[0] == 1
-    assert data[8:32].view("<u8").tolist() == [0x1122334455667788, 6, data.size]
-    assert data[32:36].view("<u4")[0] == 1
-    assert data[36:44].view("<u8")[0] == 2
-    assert bytes(data[44:]) == b"ab"
+    assert data[8:24].view("<u8").tolist() == [0x1122334455667788, 6]
+    assert data[24:28].view("<f4")[0] == 0.25
+    assert data[28:36].view("<u8")[0] == data.size
+    assert data[36:40].view("<u4")[0] == 1
+    assert data[40:48].view("<u8")[0] == 2
+    assert bytes(data[48:]) == b"ab"
 
 
 def test_a_writer_is_used_again():
@@ -176,12 +185,12 @@ def damaged(where, dtype, value):
         (np.zeros(0, np.uint8), "0 bytes end in the header of rank 0"),
         (damaged(0, "<u4", 0), "rank 0's message has a header that is none"),
         (damaged(4, "<u4", 8), "a header that is none"),
-        (damaged(24, "<u8", HEADER - 1), "a header that is none"),
-        (damaged(24, "<u8", 2**64 - 1), "a header that is none"),
-        (damaged(36, "<u8", 2**64 - 1), "segment 1 cut short"),
+        (damaged(28, "<u8", HEADER - 1), "a header that is none"),
+        (damaged(28, "<u8", 2**64 - 1), "a header that is none"),
+        (damaged(40, "<u8", 2**64 - 1), "segment 1 cut short"),
         (damaged(HEADER + ENTRY + 2, "<u4", 1), "segment 1 twice"),
-        (damaged(24, "<u8", HEADER + ENTRY + 2 + 5), "in the middle of a segment"),
-        (damaged(24, "<u8", HEADER), "28 bytes follow"),
+        (damaged(28, "<u8", HEADER + ENTRY + 2 + 5), "in the middle of a segment"),
+        (damaged(28, "<u8", HEADER), "28 bytes follow"),
     ],
 )
 def test_errors(data, text):

@@ -402,7 +402,8 @@ def test_a_step_is_undone_where_another_rank_says_so():
     before = bench.residual()
     writer = MessageWriter(1000, 1)
     payload, _, _ = encode(bench.codecs[0], NONFINITE)
-    writer.buffer[44 : 44 + payload.size] = payload
+    head = writer.HEADER_BYTES + writer.ENTRY_BYTES
+    writer.buffer[head : head + payload.size] = payload
     writer.add(0, payload.size)
     writer.flags = Flags.NONFINITE
     bench.step([grad], theirs=writer.buffer[: writer.finish(DIGEST, 2)])
