@@ -431,7 +431,9 @@ def test_passes_clipping_and_schedulers_on_a_real_model():
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "bf16", "none"])
+@pytest.mark.parametrize(
+    "spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "cat:cost=packets", "topk", "bf16", "none"]
+)
 def test_any_codec(spec):
     model = convnet()
     optimizer, compression = squeezed(model, codec=spec, overrides=None, freeze_step=10, lr=3e-3)

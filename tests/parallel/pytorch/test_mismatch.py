@@ -12,8 +12,11 @@ from horovod.common.exceptions import HorovodInternalError
 import hvd_compress.plan
 import hvd_compress.torch.compressor
 from hvd_compress import PayloadError
+from hvd_compress.message import MessageWriter
 from hvd_compress.torch import Compression, MismatchError
 from hvd_compress.torch.exchange import Exchange
+
+HEAD = MessageWriter.HEADER_BYTES + MessageWriter.ENTRY_BYTES
 
 pytestmark = pytest.mark.gloo
 
@@ -112,7 +115,8 @@ def test_other_ops(op):
 
 
 @pytest.mark.parametrize(
-    ("spec", "exchange"), [("adacomp", "allgather"), ("qsgd:bits=4", "allgather"), ("onebit", "scatter-gather")]
+    ("spec", "exchange"),
+    [("adacomp", "allgather"), ("qsgd:bits=4", "allgather"), ("onebit", "scatter-gather"), ("cat", "allgather")],
 )
 def test_join(spec, exchange):
     model = Vectors(w=(40, 40))
@@ -179,7 +183,7 @@ def test_rank_without_our_compression():
         first_step(model, optimizer, w=random(40, 40))
 
 
-@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp"])
+@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp", "cat:scheme=topk+sign,cost=packets", "randomk"])
 def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch):
     """In a scatter-gather one rank alone sees it; the others wait for what it makes of it."""
     model = Vectors(w=(40, 40))
@@ -190,7 +194,7 @@ def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch
 
     def damaged(self, name, data, *lengths):
         data = data.copy()
-        data[(lengths[0][0] if lengths else 0) + 32 + 12 + 5] ^= 0x10  # of what goes to rank 1
+        data[(lengths[0][0] if lengths else 0) + HEAD + 5] ^= 0x10  # of what goes to rank 1
         return send(self, name, data, *lengths)
 
     if hvd.rank() == 0:

@@ -25,7 +25,9 @@ def saved(value):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=2", "nuqsgd:bits=4,error_feedback=true"])
+@pytest.mark.parametrize(
+    "spec", ["adacomp", "qsgd:bits=2", "nuqsgd:bits=4,error_feedback=true", "randomk", "cat:scheme=topk+sign,cost=packets"]
+)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_resumed_run_is_bitwise_the_run_that_never_stopped(spec, memory_format):
     model = convnet(memory_format=memory_format)

@@ -8,6 +8,7 @@ from parallel.common import COMPRESSED, SPECS
 
 from hvd_compress import _kernels
 from hvd_compress.codecs import parse
+from hvd_compress.codecs.base import ASSUMED, Measured
 from hvd_compress.torch.memory import vector
 
 
@@ -29,6 +30,10 @@ def test_parameters_are_bitwise_equal_after_every_step(spec, exchange):
     assert compression.stats.steps == steps
 
 
+EXPLORED = [0.01, 0.001, 0.1]
+"""Parts of the elements that are sent in the first steps where the cost is measured."""
+
+
 class Simulated:
     """What a codec makes of vectors that are encoded together, step after step, with the residuals that it leaves."""
 
@@ -36,7 +41,7 @@ class Simulated:
         self.codecs, self.sizes = codecs, sizes
         self.residuals = [torch.zeros(n) if codec.has_residual else None for codec, n in zip(codecs, sizes, strict=True)]
 
-    def payloads(self, vectors, seeds):
+    def payloads(self, vectors, seeds, measured):
         left = [None if r is None else torch.empty_like(r) for r in self.residuals]
         buffers = [
             [None if t is None else vector(t) for t in (v, before, after)]
@@ -49,7 +54,7 @@ class Simulated:
             scope = self.codecs[0].new_scope()
             for i, each in enumerate(buffers):
                 scope.add(i, *each)
-            scope.choose()
+            scope.choose(measured)
             encoded = [scope.encode(i, seed, room) for i, (seed, room) in enumerate(zip(seeds, rooms, strict=True))]
         else:
             arguments = zip(self.codecs, buffers, seeds, rooms, strict=True)
@@ -70,13 +75,13 @@ class Owner:
         self.codec, self.rank, self.segment, self.where = codec, rank, segment, slice(begin, end)
         self.residual = torch.zeros(end - begin) if codec.has_residual else None
 
-    def again(self, mean, seed, weight):
+    def again(self, mean, seed, weight, measured):
         if self.codec.shares_seed:  # all have sent the same elements, and so does the owner
             return weight * mean
         left = None if self.residual is None else torch.empty_like(self.residual)
         out = torch.empty(self.codec.max_payload(mean.numel()), dtype=torch.uint8)
         buffers = [None if t is None else vector(t) for t in (mean, self.residual, left)]
-        encoded = self.codec.encode(*buffers, seed, vector(out))
+        encoded = self.codec.encode(*buffers, seed, vector(out), None, measured)
         self.residual = left
         return decoded(self.codec, [out[: encoded.bytes]], weight, mean.numel())
 
@@ -95,6 +100,7 @@ def test_result_is_the_mean_or_sum_of_what_each_rank_sent(spec, op, exchange, ra
     owners = [Owner(codecs[piece[0]], rank, *piece) for rank in range(ranks) for piece in chunks.pieces(rank)]
     total = 1 if op == hvd.Average else ranks
     for step in range(1, 4):
+        measured = Measured(explore=EXPLORED[step - 1]) if codecs[0].is_measured else ASSUMED
         optimizer.zero_grad()
         model.backward(**{name: random(*shape, step=step) for name, shape in shapes.items()})
         optimizer.synchronize()
@@ -102,12 +108,12 @@ def test_result_is_the_mean_or_sum_of_what_each_rank_sent(spec, op, exchange, ra
         for rank, sender in enumerate(senders):
             grads = [random(*shape, step=step, rank=rank).flatten() for shape in shapes.values()]
             seeds = [_kernels.mix_seed(0, 0 if codecs[i].shares_seed else rank, step, i) for i in range(len(sizes))]
-            sent.append(sender.payloads(grads, seeds))
+            sent.append(sender.payloads(grads, seeds, measured))
         weight = (total if exchange == "allgather" else 1) / ranks
         results = [decoded(codecs[i], [payloads[i] for payloads in sent], weight, n) for i, n in enumerate(sizes)]
         for owner in owners if exchange == "scatter-gather" else []:
             result, seed = results[owner.segment], _kernels.mix_seed(0, ranks + owner.rank, step, owner.segment)
-            result[owner.where] = owner.again(result[owner.where].clone(), seed, total)
+            result[owner.where] = owner.again(result[owner.where].clone(), seed, total, measured)
         for p, result in zip(model.parameters(), results, strict=True):
             assert torch.equal(p.grad.flatten(), result)
         with optimizer.skip_synchronize():

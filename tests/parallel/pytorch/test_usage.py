@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import Vectors, assert_equal_on_all_ranks, batch, convnet, distributed, gather, loss_of, random
 
+from hvd_compress.message import MessageWriter
 from hvd_compress.torch import Compression
 
 pytestmark = pytest.mark.filterwarnings("error:.*is not the gradient of a parameter")
@@ -358,7 +359,7 @@ def test_stats_count_what_is_sent(ranks, exchange):
     ring = 2 * (ranks - 1) / ranks
     step, total = compression.stats.step, compression.stats.total
     assert step.bytes_dense == pytest.approx(ring * 4 * 10_050)
-    head, scales_and_codes = 32 + 12 + 4, 20 * 4 + 10_000 // 2
+    head, scales_and_codes = MessageWriter.HEADER_BYTES + MessageWriter.ENTRY_BYTES + 4, 20 * 4 + 10_000 // 2
     sent_by_all = sum(gather(step.of("w").bytes_sent - ring * 16))
     if exchange == "allgather":
         assert sent_by_all == pytest.approx(ranks * (ranks - 1) * (head + scales_and_codes))

@@ -422,7 +422,9 @@ def test_a_model_is_saved_and_loaded(tmp_path):
     assert_equal_on_all_ranks(loaded.get_weights())
 
 
-@pytest.mark.parametrize("spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "bf16", "none"])
+@pytest.mark.parametrize(
+    "spec", ["adacomp:bin=50", "onebit:scale=l1", "qsgd:bits=8,error_feedback=true", "cat:cost=packets", "topk", "bf16", "none"]
+)
 def test_any_codec(spec):
     optimizer = squeezed(None, codec=spec, freeze_step=10, learning_rate=3e-3)
     compression = optimizer.compression

@@ -10,8 +10,11 @@ from helpers import Compression, Vectors, assert_equal_on_all_ranks, random
 
 import hvd_compress.plan
 import hvd_compress.tensorflow.tracer
+from hvd_compress.message import MessageWriter
 from hvd_compress.tensorflow import MismatchError
 from hvd_compress.tensorflow.exchange import Exchange
+
+HEAD = MessageWriter.HEADER_BYTES + MessageWriter.ENTRY_BYTES
 
 pytestmark = pytest.mark.gloo
 
@@ -105,7 +108,7 @@ def test_a_rank_that_is_late_is_waited_for(monkeypatch):
         assert any("have announced their compression after 0.2 s" in text for text in texts)
 
 
-@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4"])
+@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4", "cat"])
 def test_join_is_an_error_and_no_hang(spec):
     vectors, compression = Vectors(w=(40, 50)), Compression.from_spec(spec)
     for step in range(3):
@@ -142,7 +145,7 @@ def test_another_process_set_than_the_tapes_is_refused(process_set):
         Vectors(w=(40, 50)).gradients(Compression.bf16(), tf.ones([40, 50]), process_set=process_set)
 
 
-@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp"])
+@pytest.mark.parametrize("spec", ["onebit", "qsgd:bits=4", "adacomp", "cat:scheme=topk+sign,cost=packets", "randomk"])
 def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch):
     """In a scatter-gather one rank alone sees it; the others wait for what it makes of it."""
     vectors, compression = Vectors(w=(40, 50)), Compression.from_spec(spec)
@@ -153,7 +156,7 @@ def test_a_damaged_payload_is_an_error_on_every_rank(spec, exchange, monkeypatch
     def damaged(self, name, message, *lengths):
         if "bucket" not in name:
             return send(self, name, message, *lengths)
-        place = (lengths[0][0] if lengths else 0) + 32 + 12 + 5  # of what goes to rank 1
+        place = (lengths[0][0] if lengths else 0) + HEAD + 5  # of what goes to rank 1
         byte = tf.bitwise.bitwise_xor(message[place], damage)
         return send(self, name, tf.tensor_scatter_nd_update(message, [[place]], [byte]), *lengths)
 

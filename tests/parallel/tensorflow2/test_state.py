@@ -48,7 +48,9 @@ def path(tmp_path):
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["eager", "function"])
 @pytest.mark.parametrize("when", ["before the first step", "after a step"])
-@pytest.mark.parametrize("spec", ["adacomp", "qsgd:bits=4", "nuqsgd:bits=2,error_feedback=true"])
+@pytest.mark.parametrize(
+    "spec", ["adacomp", "qsgd:bits=4", "nuqsgd:bits=2,error_feedback=true", "randomk", "cat:scheme=topk+sign,cost=packets"]
+)
 def test_a_resumed_run_is_the_run_that_never_stopped(spec, when, how, path):
     whole = Run(spec, how).train(range(6))
     first = Run(spec, how, seed=5).train([])
