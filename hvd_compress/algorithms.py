@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 from hvd_compress.codecs import Codec, make, parse
+from hvd_compress.codecs.cost import Costed
 
 
 class algorithm:  # used as a decorator, like classmethod
@@ -29,6 +30,11 @@ class algorithm:  # used as a decorator, like classmethod
         bound = functools.update_wrapper(functools.partial(self._function, owner), self._function)
         bound.compress = compress  # type: ignore[attr-defined]
         return bound
+
+
+def _cost_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of `hvd_compress.codecs.cost.Costed` out of them."""
+    return {field.name: options.pop(field.name) for field in dataclasses.fields(Costed) if field.name in options}
 
 
 class _Namespace(type):
@@ -67,7 +73,7 @@ class Algorithms(metaclass=_Namespace):
         if parameters and not cls.call:
             raise TypeError("in TensorFlow a compression is made without the variables: it finds them; options go by keyword")
         of_compressor = inspect.signature(cls.compressor).parameters
-        known = [field.name for field in dataclasses.fields(codec)]
+        known = [field.name for field in codec.options()]
         known += [name for name, parameter in of_compressor.items() if parameter.kind is parameter.KEYWORD_ONLY]
         for option in options:
             if option not in known and option not in of_compressor:
@@ -88,42 +94,42 @@ class Algorithms(metaclass=_Namespace):
     def qsgd(
         cls,
         *parameters: Any,
-        bits: int = 4,
+        bits: int | str = 4,
         bucket: int = 512,
         coding: str = "fixed",
         error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """QSGD, see `hvd_compress.codecs.QSGD`: 32 / bits times fewer bytes, unbiased."""
-        codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
+        codec = make("qsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback, **_cost_of(options))
         return cls.make(codec, *parameters, **options)
 
     @algorithm
     def qsgdinf(
         cls,
         *parameters: Any,
-        bits: int = 4,
+        bits: int | str = 4,
         bucket: int = 512,
         coding: str = "fixed",
         error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """QSGD with the maximum norm, see `hvd_compress.codecs.QSGDInf`."""
-        codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
+        codec = make("qsgdinf", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback, **_cost_of(options))
         return cls.make(codec, *parameters, **options)
 
     @algorithm
     def nuqsgd(
         cls,
         *parameters: Any,
-        bits: int = 4,
+        bits: int | str = 4,
         bucket: int = 512,
         coding: str = "fixed",
         error_feedback: bool = False,
         **options: Any,
     ) -> Any:
         """NUQSGD, see `hvd_compress.codecs.NUQSGD`: as QSGD, with levels that are finer near zero."""
-        codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback)
+        codec = make("nuqsgd", bits=bits, bucket=bucket, coding=coding, error_feedback=error_feedback, **_cost_of(options))
         return cls.make(codec, *parameters, **options)
 
     @algorithm
@@ -162,27 +168,10 @@ class Algorithms(metaclass=_Namespace):
         cls,
         *parameters: Any,
         scheme: str = "topk",
-        cost: str = "measured",
-        c0: float | None = None,
-        c1: float | None = None,
-        pmax: int | None = None,
-        latency: float | None = None,
-        bandwidth: float | None = None,
         scope: str = "bucket",
         error_feedback: bool | None = None,
         **options: Any,
     ) -> Any:
         """CAT, see `hvd_compress.codecs.CAT`: how much is sent is chosen at every step, by improvement over cost."""
-        codec = make(
-            "cat",
-            scheme=scheme,
-            cost=cost,
-            c0=c0,
-            c1=c1,
-            pmax=pmax,
-            latency=latency,
-            bandwidth=bandwidth,
-            scope=scope,
-            error_feedback=error_feedback,
-        )
+        codec = make("cat", scheme=scheme, scope=scope, error_feedback=error_feedback, **_cost_of(options))
         return cls.make(codec, *parameters, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -68,7 +67,7 @@ def make(name: str, **options: Any) -> Codec:
     """
     if name not in CODECS:
         raise ValueError(f"no codec is named {name!r}: there are {', '.join(CODECS)}")
-    known = [field.name for field in dataclasses.fields(CODECS[name])]
+    known = [field.name for field in CODECS[name].options()]
     for key in options:
         if key not in known:
             allowed = f"there are {', '.join(known)}" if known else "it has none"

@@ -87,11 +87,16 @@ class Codec:
     allreduce_dtype: ClassVar[str | None] = None
     """Not None: Horovod's own allreduce in this dtype ("same": the gradient's) does what the codec does."""
 
+    @classmethod
+    def options(cls) -> list[dataclasses.Field[Any]]:
+        """Its fields, in the order in which a spec has them: the codec's own, then those that several codecs have."""
+        return sorted(dataclasses.fields(cls), key=lambda field: field.metadata.get("shared", False))
+
     def __str__(self) -> str:
         """The spec, with all options but the unset and the `optional` ones."""
         shown = [
             f"{field.name}={_show(value)}"
-            for field in dataclasses.fields(self)
+            for field in self.options()
             if (value := getattr(self, field.name)) is not None and not (field.name in self.optional and value == field.default)
         ]
         return self.name + (":" + ",".join(shown) if shown else "")
@@ -275,10 +280,10 @@ class Codec:
     def _refuse(self, option: str, allowed: str) -> ValueError:
         return ValueError(f"{self.name}: {option}={getattr(self, option)!r} is not allowed; allowed is {allowed}")
 
-    def _check_integer(self, option: str, low: int, high: int) -> None:
+    def _check_integer(self, option: str, low: int, high: int, other: str = "") -> None:
         value = getattr(self, option)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._refuse(option, f"a whole number from {low} to {high}")
+            raise self._refuse(option, f"a whole number from {low} to {high}{other}")
 
 
 class CodecScope:

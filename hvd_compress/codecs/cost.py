@@ -13,27 +13,34 @@ PACKET_BYTES = 1500
 """What an Ethernet frame holds."""
 
 
-@dataclasses.dataclass(frozen=True)
+def _shared(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"shared": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Costed(Codec):
     """A codec that chooses what has the largest improvement over its cost; P are the bytes of the payload that it takes."""
 
-    cost: str = "measured"
+    cost: str = _shared("measured")
     """ "measured": as "time", with numbers that the compression measures on its own messages. "bits": 8 P. "packets":
     c0 + c1 ceil(P / pmax). "time": latency + P / bandwidth."""
-    c0: float | None = None
+    c0: float | None = _shared(None)
     """packets: the cost of sending at all; default 0."""
-    c1: float | None = None
+    c1: float | None = _shared(None)
     """packets: the cost of a packet; default 1."""
-    pmax: int | None = None
+    pmax: int | None = _shared(None)
     """packets: bytes in a packet; default 1500."""
-    latency: float | None = None
+    latency: float | None = _shared(None)
     """time: seconds that an exchange takes, whatever its size."""
-    bandwidth: float | None = None
+    bandwidth: float | None = _shared(None)
     """time: bytes of a payload in a second of an exchange. (Of n ranks with a card each of B bytes a second: B / (n-1) in an
     allgather.)"""
 
     def _check_cost(self) -> None:
         """Raises ValueError where an option is not allowed or missing; fills in the defaults of "packets"."""
+        if not self.chooses:
+            self._check_no_cost()
+            return
         if self.cost not in _kernels.CostKind.__members__:
             raise self._refuse("cost", ", ".join(repr(cost) for cost in _kernels.CostKind.__members__))
         if self.cost == "packets":
@@ -62,9 +69,19 @@ class Costed(Codec):
             raise self._refuse("c1", "a number above 0 where c0 is 0")
 
     @property
+    def chooses(self) -> bool:
+        """Whether how much is sent is chosen at every step."""
+        return True
+
+    @property
     def is_measured(self) -> bool:
         """Whether the cost is what the compression measures."""
-        return self.cost == "measured"
+        return self.chooses and self.cost == "measured"
+
+    def _check_no_cost(self) -> None:
+        for field in dataclasses.fields(Costed):
+            if (value := getattr(self, field.name)) != field.default:
+                raise ValueError(f"{self.name}: {field.name}={value!r} belongs to a codec that chooses how much to send")
 
     def cost_options(self) -> dict[str, Any]:
         """What the kernels need to know of the cost."""

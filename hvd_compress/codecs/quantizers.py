@@ -9,26 +9,27 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress import _kernels
-from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.cost import Costed
 from hvd_compress.vector import Vector
 
 MAX_BUCKET = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantizer(Codec):
+class _Quantizer(Costed):
     """Each bucket of values is divided by its norm and rounded at random, without bias, to one of a few levels.
 
-    Payload: checksum (4 bytes); with ``coding="fixed"``, per bucket a float32 norm and `bits` bits an element, the sign
-    included; with ``coding="elias"``, one bit stream, per bucket 32 bits of norm, the number of nonzeros, and for each
-    its distance from the one before, its sign and its level, in Elias omega codes.
+    Payload: with ``bits="auto"`` the bits, as each of four bytes; checksum (4 bytes); with ``coding="fixed"``, per bucket a
+    float32 norm and `bits` bits an element, the sign included; with ``coding="elias"``, one bit stream, per bucket 32 bits of
+    norm, the number of nonzeros, and for each its distance from the one before, its sign and its level, in Elias omega codes.
 
     Raises:
         ValueError: An option is out of range.
     """
 
-    bits: int = 4
-    """Bits an element, one of them the sign: 2 to 8."""
+    bits: int | str = 4
+    """Bits an element, one of them the sign: 2 to 8. "auto": chosen at every step, for the largest improvement over cost
+    (`Costed`, which says what the other options mean)."""
     bucket: int = 512
     """Consecutive values that share a norm, the paper's d: 1 to 2^31 - 1."""
     coding: str = "fixed"
@@ -37,15 +38,22 @@ class _Quantizer(Codec):
     """Error feedback: keep a residual, and send 1 / (1 + variance bound) of the rounded value, so that it contracts. The papers
     have none."""
 
-    optional: ClassVar[frozenset[str]] = frozenset({"coding", "error_feedback"})
+    optional: ClassVar[frozenset[str]] = frozenset({"coding", "error_feedback", "cost"})
 
     def __post_init__(self) -> None:
-        self._check_integer("bits", 2, 8)
+        if self.bits != "auto":
+            self._check_integer("bits", 2, 8, " or 'auto'")
+        self._check_cost()
         self._check_integer("bucket", 1, MAX_BUCKET)
         if self.coding not in _kernels.Coding.__members__:
             raise self._refuse("coding", " or ".join(repr(c) for c in _kernels.Coding.__members__))
         if not isinstance(self.error_feedback, bool):
             raise self._refuse("error_feedback", "true or false")
+
+    @property
+    def chooses(self) -> bool:
+        """The bits."""
+        return self.bits == "auto"
 
     @property
     def has_residual(self) -> bool:
@@ -59,13 +67,16 @@ class _Quantizer(Codec):
 
     @property
     def typical_ratio(self) -> float:
-        """Of Elias codes: on Gaussian numbers."""
+        """Of Elias codes: on Gaussian numbers; of bits that are chosen: as of 4."""
+        if self.bits == "auto":
+            return type(self)(bits=4, bucket=self.bucket, coding=self.coding, error_feedback=self.error_feedback).typical_ratio
         return _gaussian_ratio(self) if self.coding == "elias" else super().typical_ratio
 
     def kernel_options(self) -> dict[str, Any]:
         """What the kernels need to know of it."""
         coding = getattr(_kernels.Coding, self.coding)
-        return {"bits": self.bits, "bucket": self.bucket, "coding": coding, "feedback": self.error_feedback}
+        bits = 0 if self.bits == "auto" else self.bits
+        return {**self.cost_options(), "bits": bits, "bucket": self.bucket, "coding": coding, "feedback": self.error_feedback}
 
 
 @functools.cache

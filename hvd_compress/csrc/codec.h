@@ -29,11 +29,28 @@ enum class Scale { kL1, kL2 };
 enum class Scheme { kTopK, kTopKSign, kStochastic };
 enum class CostKind { kMeasured, kBits, kPackets, kTime };
 
+// What differs from one encoding to the next.
+struct Step {
+  uint64_t seed = 0;          // makes the randomness: the same seed, the same bytes
+  double latency = 1e-3, seconds_per_byte = 8e-9;  // of an exchange, as measured
+  double explore = 0;         // over 0: nothing is chosen, but this part sent, so that times of several sizes can be measured
+};
+
 // What sending a payload costs, for codecs that choose how much to send: see `Cost::of`. The Python dataclass documents it.
 struct CostModel {
   CostKind kind = CostKind::kMeasured;
   double c0 = 0, c1 = 1, packet_bytes = 1500;      // packets: c0 + c1 for each
   double latency = 0, seconds_per_byte = 0;        // time; measured: see Step
+
+  // With what was measured, where that is asked for.
+  CostModel measured(const Step& step) const {
+    CostModel model = *this;
+    if (kind == CostKind::kMeasured) {
+      model.latency = step.latency;
+      model.seconds_per_byte = step.seconds_per_byte;
+    }
+    return model;
+  }
 
   double of(double bytes) const {
     switch (kind) {
@@ -48,7 +65,7 @@ struct CostModel {
 struct Options {
   int64_t bin = 0;           // AdaComp: elements a bin (L_T); randomk: elements of which one is sent
   float c = 2.0f;            // AdaComp: soft threshold factor
-  int bits = 0;              // quantizers: bits a code, the sign included
+  int bits = 0;              // quantizers: bits a code, the sign included; 0: chosen at every step
   int64_t bucket = 0;        // quantizers: elements that share a norm
   Coding coding = Coding::kFixed;
   bool feedback = false;     // randomk: not unbiased, quantizers: contract by 1 / (1 + variance bound), for error feedback
@@ -57,13 +74,6 @@ struct Options {
   double fraction = 0;       // topk, randomk: of the elements; 0: chosen at every step (cat)
   bool joint = false;        // cat: for all segments of a scope
   CostModel cost;            // of what is chosen at every step
-};
-
-// What differs from one encoding to the next.
-struct Step {
-  uint64_t seed = 0;          // makes the randomness: the same seed, the same bytes
-  double latency = 1e-3, seconds_per_byte = 8e-9;  // of an exchange, as measured
-  double explore = 0;         // over 0: nothing is chosen, but this part sent, so that times of several sizes can be measured
 };
 
 struct Encoded {

@@ -18,6 +18,7 @@
 #include "bitpack.h"
 #include "elias.h"
 #include "moments.h"
+#include "quantizer.h"
 #include "random.h"
 
 namespace hvd_compress {
@@ -65,6 +66,27 @@ struct Exponential {
     return norm * float_of(level == 0 ? 0u : power);
   }
 };
+
+// The expected square of what rounding changes: between neighbours l < a < u that is (a - l) (u - a).
+template <typename Levels>
+HVD_INLINE double error_of(const float* v, size_t count, float norm, int bits) {
+  const Levels levels(bits, norm);
+  float sum = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const float a = float_of(bits_of(v[i]) & ~kSign);
+    const uint32_t low = levels.level(a / norm, 0xffffffffu);  // never up
+    sum += (a - levels.value(low)) / norm * ((levels.value(low + 1) - a) / norm);
+  }
+  return static_cast<double>(sum) * static_cast<double>(norm) * static_cast<double>(norm);
+}
+
+HVD_SIMD double error_uniform(const float* v, size_t count, float norm, int bits) {
+  return error_of<Uniform>(v, count, norm, bits);
+}
+
+HVD_SIMD double error_exponential(const float* v, size_t count, float norm, int bits) {
+  return error_of<Exponential>(v, count, norm, bits);
+}
 
 // At least the largest magnitude, so that no ratio exceeds 1, and at most FLT_MAX; NaN where a value is not finite.
 float norm_of(const Moments& m, bool l2) {
@@ -224,7 +246,7 @@ class Quantizer final : public Codec {
         feedback_(options.feedback) {
     if (bits_ < 2 || bits_ > 8 || options.bucket < 1 || options.bucket > INT32_MAX)
       throw std::invalid_argument("quantizer: bits or bucket out of range");
-    if (feedback_) contraction_ = static_cast<float>(1 / (1 + variance_bound(kind, bits_, static_cast<double>(bucket_))));
+    if (feedback_) contraction_ = static_cast<float>(contraction(kind, bits_, bucket_));
   }
 
   size_t max_payload(size_t n) const override {
@@ -330,6 +352,7 @@ class Quantizer final : public Codec {
       const float norm = norm_of(moments, kind_ != Kind::kQsgdInf);
       const float sent = norm * contraction_;
       encoded.finite &= norm == norm;
+      encoded.energy += moments.sum_sq;
       writer.begin(sent);
       const Random random(seed, bucket);
       for (size_t t = 0; t < length; t += kTile) {
@@ -366,7 +389,16 @@ class Quantizer final : public Codec {
 
 }  // namespace
 
+float bucket_norm(Kind kind, const Moments& moments) { return norm_of(moments, kind != Kind::kQsgdInf); }
+
+double rounding_error(Kind kind, int bits, const float* v, size_t n, float norm) {
+  return (kind == Kind::kNuqsgd ? error_exponential : error_uniform)(v, n, norm, bits);
+}
+
+double contraction(Kind kind, int bits, size_t bucket) { return 1 / (1 + variance_bound(kind, bits, static_cast<double>(bucket))); }
+
 std::unique_ptr<Codec> create_quantizer(Kind kind, const Options& options) {
+  if (options.bits == 0) return create_auto_quantizer(kind, options);
   return std::make_unique<Quantizer>(kind, options);
 }
 

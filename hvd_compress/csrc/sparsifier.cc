@@ -260,12 +260,8 @@ class SparseScope final : public Scope {
     const std::lock_guard lock(mutex_);
     const std::vector<Magnitudes::Bin> bins = magnitudes_->descending(largest_);
     const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
-    CostModel cost = cost_;
-    if (cost.kind == CostKind::kMeasured) {
-      cost.latency = step.latency;
-      cost.seconds_per_byte = step.seconds_per_byte;
-    }
-    const double fraction = step.explore > 0 ? step.explore : fraction_;
+    const CostModel cost = cost_.measured(step);
+    const double fraction = fraction_ == 0 && cost.kind == CostKind::kMeasured ? step.explore : fraction_;
     if (fraction > 0) {
       const auto count = static_cast<uint64_t>(std::llround(fraction * static_cast<double>(n_)));
       choice_ = choose_count(scheme_, bins, size, cost, count);

@@ -13,6 +13,7 @@ SPECS = [
     "nuqsgd:bits=4",
     "nuqsgd:bits=3,bucket=100,coding=elias",
     "qsgd:bits=8,error_feedback=true",
+    "nuqsgd:bits=auto",
     "onebit",
     "topk:fraction=0.05",
     "randomk:fraction=0.2",

@@ -12,7 +12,7 @@ ADACOMP = ["adacomp:bin=50", "adacomp:bin=500"]
 QUANTIZERS = [
     f"{kind}:bits={bits},bucket={bucket}{more}"
     for kind in ("qsgd", "qsgdinf", "nuqsgd")
-    for bits, bucket in ((2, 100), (4, 512), (8, 100))
+    for bits, bucket in ((2, 100), (4, 512), (8, 100), ("auto", 512))
     for more in ("", ",coding=elias", ",error_feedback=true")
 ]
 CASTS = ["none", "fp16", "bf16"]
