@@ -58,7 +58,7 @@ class Simulated:
             encoded = [scope.encode(i, seed, room) for i, (seed, room) in enumerate(zip(seeds, rooms, strict=True))]
         else:
             arguments = zip(self.codecs, buffers, seeds, rooms, strict=True)
-            encoded = [codec.encode(*each, seed, room) for codec, each, seed, room in arguments]
+            encoded = [codec.encode(*each, seed, room, None, measured) for codec, each, seed, room in arguments]
         return [room[: each.bytes] for room, each in zip(out, encoded, strict=True)]
 
 
