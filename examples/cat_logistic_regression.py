@@ -27,6 +27,8 @@ from hvd_compress.vector import Vector
 
 SCHEMES = ("topk", "topk+sign", "stochastic")
 FRACTIONS = np.logspace(-4, 0, 13)
+PATIENCE = 50
+"""A training that takes so many times the steps of a dense one is given up."""
 
 
 class Run(NamedTuple):
@@ -146,6 +148,7 @@ class Simulation:
         self.problem = Problem(arguments, self.ranks)
         self.n = sum(p.numel() for p in self.problem.parameters)
         self.error_feedback = arguments.error_feedback
+        self.most_steps = PATIENCE * arguments.dense_steps
         self.target = self.dense(arguments.dense_steps)
 
     def dense(self, steps):
@@ -195,7 +198,11 @@ class Simulation:
                     total[cost] += models[cost].of(encoded.bytes) / self.ranks
             if np.mean(losses) <= self.target:
                 return Run(spent, step, float(np.mean(sent)))
-            if step >= 50_000 or not np.isfinite(losses).all() or (enough and all(total[c] > enough[c] for c in costs)):
+            if (
+                step >= self.most_steps
+                or not np.isfinite(losses).all()
+                or (enough and all(total[c] > enough[c] for c in costs))
+            ):
                 return Run(dict.fromkeys(costs, math.inf), step, float(np.mean(sent)))
             self.problem.step(update)
             step += 1
@@ -234,6 +241,7 @@ class Horovod:
         self.problem = Problem(arguments, hvd.size())
         self.n = sum(p.numel() for p in self.problem.parameters)
         self.feedback = str(arguments.error_feedback).lower()
+        self.most_steps = PATIENCE * arguments.dense_steps
         self.target = 0.0
         self.target = self.train("none", ["cost=bits"], arguments.dense_steps)[0]
 
@@ -250,11 +258,11 @@ class Horovod:
             fixed[round(fraction * self.n)] = run
         return [row_of("topk", cost, chosen[cost], fixed) for cost in costs] if self.hvd.rank() == 0 else []
 
-    def train(self, spec, costs, steps=20_000):
+    def train(self, spec, costs, steps=None):
         """The last loss, and the run."""
         from hvd_compress.torch import Compression
 
-        hvd, problem = self.hvd, self.problem
+        hvd, problem, steps = self.hvd, self.problem, steps or self.most_steps
         problem.reset()
         named = list(problem.model.named_parameters())
         compression = Compression.from_spec(spec, named, min_numel=0, exchange="allgather")

@@ -7,9 +7,10 @@ frozen, and what ranks exchange is the momentum, compressed.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hvd_compress.codecs import BF16, FP16, Codec, Identity, parse
@@ -29,6 +30,17 @@ def codec_of(codec: str | Codec) -> Codec:
         ValueError: It is no spec.
     """
     return parse(_SCALES.get(codec, codec) if isinstance(codec, str) else codec)
+
+
+def check_options(options: Mapping[str, Any], compressor: type) -> None:
+    """Raises ValueError where the options for a compression have a name that it does not have."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"compression_options={options!r} is not allowed; allowed is a dict")
+    parameters = inspect.signature(compressor).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"APMSqueeze: unknown option {option!r}: of the compression there are {', '.join(known)}")
 
 
 def check_number(name: str, value: Any) -> None:

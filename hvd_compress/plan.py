@@ -185,10 +185,13 @@ class Plan:
             },
         }
 
-    def announcement(self) -> np.ndarray:
-        """The description as bytes (uint8), for `compare_announcements`, with names for its errors."""
+    def announcement(self, options: Mapping[str, Any] | None = None) -> np.ndarray:
+        """The description as bytes (uint8), for `compare_announcements`, with names for its errors.
+
+        `options` are others that ranks must agree on, as plain data by their names.
+        """
         names = {_key(s.parameter): s.parameter.name for s in self.segments}
-        text = json.dumps({**self.description, "names": names}).encode()
+        text = json.dumps({**self.description, "names": names, "options": options or {}}).encode()
         return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
 
     @cached_property
@@ -228,6 +231,10 @@ def difference(descriptions: Mapping[int, Mapping[str, Any]]) -> str | None:
         ):
             if mine[key] != other[key]:
                 return f"{word}: rank {first} has {mine[key]!r}, rank {rank} has {other[key]!r}"
+        left, right = mine.get("options", {}), other.get("options", {})
+        for option in {**left, **right}:
+            if left.get(option) != right.get(option):
+                return f"{option}: rank {first} has {left.get(option)!r}, rank {rank} has {right.get(option)!r}"
         left, right = mine["parameters"], other["parameters"]
         for has, lacks, names in ((first, rank, [*left]), (rank, first, [*right])):
             only = [name for name in names if name not in (right if has == first else left)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class APMSqueeze(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
 
     Hand it to Horovod together with its `compression`::
 
-        optimizer = APMSqueeze(1e-3, freeze_step=0.15, total_steps=10_000)
+        optimizer = APMSqueeze(1e-3, freeze_step=0.15, total_steps=100_000)
         optimizer = hvd.DistributedOptimizer(optimizer, compression=optimizer.compression)
 
     or, in a loop of your own, hand `optimizer.compression` to `hvd.DistributedGradientTape`.
@@ -87,6 +88,7 @@ class APMSqueeze(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
             apmsqueeze.check_number("weight_decay", weight_decay)
         if isinstance(no_freeze, str) or not all(isinstance(pattern, str) for pattern in no_freeze):
             raise ValueError(f"no_freeze={no_freeze!r} is not allowed; allowed is a list of name patterns")
+        apmsqueeze.check_options({} if compression_options is None else compression_options, CodecCompressor)
         super().__init__(name=name, weight_decay=weight_decay, **keras_options)
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
@@ -97,6 +99,7 @@ class APMSqueeze(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
         self._options = self._no_dependency(dict(compression_options or {}))
         self._handed = self._no_dependency(None)  # to Horovod
         self._compressed: set[str] = set()  # keys of variables
+        self._warned = False
 
     def get_config(self) -> dict[str, Any]:
         """What another one of it is made of."""
@@ -208,6 +211,13 @@ class APMSqueeze(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
         """See `tf.keras.optimizers.Optimizer.apply_gradients`."""
+        if self._handed is None and hasattr(self, "_allreduce_grads") and hvd.size() > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the momentum stays uncompressed: hvd.DistributedOptimizer was given another compression. Pass "
+                "compression=optimizer.compression, of this optimizer.",
+                stacklevel=2,
+            )
         result = super().apply_gradients(grads_and_vars, *args, **kwargs)
         if getattr(self, "_built", False):
             self._steps.assign_add(1)
@@ -249,6 +259,12 @@ class MomentumCompressor(CodecCompressor):
         """See `CodecCompressor.set_codec`."""
         _check_codecs(Policy(parse(codec), overrides={} if overrides is None else overrides))
         super().set_codec(codec, overrides)
+
+    def _other_options(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return {}
+        return {option: getattr(optimizer, option) for option in ("freeze_step", "beta_1", "beta_2")}
 
     def agree(self, stable: tf.Tensor) -> tf.Tensor:
         """Whether that is so on every rank; in the graph."""

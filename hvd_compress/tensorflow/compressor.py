@@ -96,7 +96,16 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         self.slots: list[Slot] = []
         self.identity = _Identity(self)
         self._tracer = Tracer(
-            number, self._exchange, self.slots, policy, bucket_bytes, way, grad_scaler, self._stage_of, self._session.warn
+            number,
+            self._exchange,
+            self.slots,
+            policy,
+            bucket_bytes,
+            way,
+            grad_scaler,
+            self._stage_of,
+            self._other_options,
+            self._session.warn,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -182,6 +191,10 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
     def _stage_of(self, found: Gradients, world: tf.Tensor, scale: tf.Tensor) -> Callable[[Any], EncodeInputs]:
         """What else decides, in the graph, what is sent of each variable: see `StageOf`."""
         return lambda variable: EncodeInputs()
+
+    def _other_options(self) -> dict[str, Any]:
+        """What else ranks must agree on, as plain data by its name."""
+        return {}
 
     # --- what was sent
 

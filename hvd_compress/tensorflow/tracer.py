@@ -37,6 +37,7 @@ class Tracer:
         way: The exchange, see `Plan`.
         grad_scaler: The user's LossScaleOptimizer, or None.
         stage_of: What else decides what is sent.
+        announced: What else ranks must agree on, as plain data by its name.
         warn: Says something to the user, once.
     """
 
@@ -50,6 +51,7 @@ class Tracer:
         way: str,
         grad_scaler: Any,
         stage_of: StageOf,
+        announced: Callable[[], dict[str, Any]],
         warn: Callable[[str], None],
     ) -> None:
         self.policy = policy
@@ -61,7 +63,7 @@ class Tracer:
         self._bucket_bytes = bucket_bytes
         self._way = way
         self.grad_scaler = grad_scaler
-        self._stage_of = stage_of
+        self._stage_of, self._announced = stage_of, announced
         self._warn = warn
         self._groups: dict[tuple[int, ...], Group] = {}
         self._traced: Traced | None = None
@@ -187,7 +189,7 @@ class Tracer:
         """Compares the ranks' plans before the first message of one."""
         if self._exchange.size <= 1:
             return
-        announced = self._exchange.allgather_now(f"plan.{len(self._groups)}", group.plan.announcement())
+        announced = self._exchange.allgather_now(f"plan.{len(self._groups)}", group.plan.announcement(self._announced()))
         if announced.poll(PLAN_SECONDS):
             compare_announcements(announced.wait(), self._exchange.size)
             return

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import glob
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,7 +18,7 @@ from hvd_compress.codecs import Codec, parse
 from hvd_compress.codecs.base import Momentum
 from hvd_compress.plan import Policy
 from hvd_compress.torch.compressor import CodecCompressor
-from hvd_compress.torch.memory import vector
+from hvd_compress.torch.memory import sample, vector
 from hvd_compress.torch.round import Context
 from hvd_compress.torch.slot import Slot
 
@@ -25,7 +28,7 @@ class APMSqueeze(torch.optim.Optimizer):
 
     Hand it to `hvd.DistributedOptimizer` together with its `compression`::
 
-        optimizer = APMSqueeze(model.named_parameters(), lr=1e-3, freeze_step=0.15, total_steps=10_000)
+        optimizer = APMSqueeze(model.named_parameters(), lr=1e-3, freeze_step=0.15, total_steps=100_000)
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=optimizer.compression
         )
@@ -68,11 +71,14 @@ class APMSqueeze(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         # Horovod makes another one of the groups alone: they hold all that a step needs.
+        apmsqueeze.check_options(options, CodecCompressor)
+        apmsqueeze.codec_of(codec)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze": freeze}
         defaults["freeze_step"] = apmsqueeze.freeze_step(freeze_step, total_steps)
         self._codec = codec
         self._options = options
         self._handed: Any = None  # Horovod's, or made here
+        self._seen_frozen: set[int] = set()  # ids of parameters that have made a step since
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,6 +95,14 @@ class APMSqueeze(torch.optim.Optimizer):
         if not isinstance(freeze, bool):
             raise ValueError(f"freeze={freeze!r} is not allowed; allowed is True or False")
         group["freeze_step"] = apmsqueeze.freeze_step(group["freeze_step"])
+        if group.get("step", 0) > 0:
+            warnings.warn(
+                f"a parameter group comes with {group['step']} steps, but without its momenta: they begin at zero, and so does "
+                "its first stage. Horovod makes a new optimizer of the groups alone: call load_state_dict() on that, after "
+                "hvd.DistributedOptimizer(...).",
+                stacklevel=2,
+            )
+            group.update(step=0, frozen=False, norms=[])
         group.setdefault("step", 0)
         group.setdefault("frozen", False)
         group.setdefault("norms", [])
@@ -134,6 +148,12 @@ class APMSqueeze(torch.optim.Optimizer):
                     self._step(p, group)
             if group["freeze"] and not group["frozen"]:
                 group["frozen"] = self._is_time_to_freeze(group)
+                if group["frozen"] and not isinstance(self._handed, (MomentumCompressor, NoneType)) and hvd.size() > 1:
+                    warnings.warn(
+                        "the momentum stays uncompressed: hvd.DistributedOptimizer was given another compression. Pass "
+                        "compression=optimizer.compression, of this optimizer.",
+                        stacklevel=2,
+                    )
         return loss
 
     def _step(self, p: torch.Tensor, group: dict[str, Any]) -> None:
@@ -142,7 +162,11 @@ class APMSqueeze(torch.optim.Optimizer):
         state, (beta1, beta2), lr = self.state[p], group["betas"], group["lr"]
         m, v = state["exp_avg"], state["exp_avg_sq"]
         grad = p.grad.to(m.dtype)
+        if group["frozen"] and id(p) not in self._seen_frozen:
+            self._seen_frozen.add(id(p))
+            self._check_second_moment(p, group)
         if isinstance(self._handed, MomentumCompressor) and self._handed.is_momentum(p):
+            self._handed.check_scale(p)
             m.copy_(grad)
         else:
             m.lerp_(grad, 1 - beta1)
@@ -155,6 +179,16 @@ class APMSqueeze(torch.optim.Optimizer):
             bound = apmsqueeze.largest_change(beta1, beta2)
             change.clamp_(-bound, bound).masked_fill_(v == 0, 0)
         p.add_(change.to(p.dtype), alpha=-lr)
+
+    def _check_second_moment(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[p]["exp_avg_sq"].any() and p.grad is not None and p.grad.any():
+            place = next(i for i, each in enumerate(group["params"]) if each is p)
+            name = list(_names(self.param_groups.index(group), group))[place]
+            warnings.warn(
+                f"{name!r} has a gradient for the first time, after the second moment was frozen: it does not move. Give it a "
+                "group of its own with freeze=False, or freeze later.",
+                stacklevel=4,
+            )
 
     def _is_time_to_freeze(self, group: dict[str, Any]) -> bool:
         if group["freeze_step"] != apmsqueeze.AUTO:
@@ -175,15 +209,25 @@ class APMSqueeze(torch.optim.Optimizer):
     # --- the state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`. The residuals are the compression's: see its own."""
+        """See `torch.optim.Optimizer.load_state_dict`; an Adam's state begins the first stage where Adam was.
+
+        The residuals are the compression's: see its own.
+        """
+        before = self.param_groups
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, before, strict=True):
+            steps = [float(self.state[p].pop("step", 0)) for p in group["params"]]
+            for option, value in {**own, "step": round(max(steps, default=0)), "frozen": False, "norms": []}.items():
+                group.setdefault(option, value)
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for p, number in zip(group["params"], saved["params"], strict=True):
                 # PyTorch has cast them to the parameter's dtype.
                 for name in ("exp_avg", "exp_avg_sq"):
                     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-                    self.state[p][name] = state_dict["state"][number][name].to(p.device, dtype, copy=True)
+                    saved_moment = state_dict["state"].get(number, {}).get(name)  # Adam has none of what had no gradient
+                    moment = torch.zeros_like(p) if saved_moment is None else saved_moment
+                    self.state[p][name] = moment.to(p.device, dtype, copy=True)
 
 
 class MomentumCompressor(CodecCompressor):
@@ -208,6 +252,7 @@ class MomentumCompressor(CodecCompressor):
         self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         self._attached: weakref.ref[APMSqueeze] | None = None
         self._momenta: set[int] = set()  # ids of parameters, which the slots keep alive
+        self._samples: dict[int, torch.Tensor] = {}  # of what was handed out, by the same
 
     def attach(self, optimizer: APMSqueeze) -> None:
         """Notes the optimizer that Horovod has made."""
@@ -240,7 +285,30 @@ class MomentumCompressor(CodecCompressor):
         return Momentum(vector(m.to(torch.float32)), beta1 * scale / ranks, 1 - beta1)
 
     def _handed_out(self, context: Context) -> None:
-        (self._momenta.discard if context.dense else self._momenta.add)(id(context.slot.parameter))
+        key = id(context.slot.parameter)
+        (self._momenta.discard if context.dense else self._momenta.add)(key)
+        if self.grad_scaler is None and not context.dense and context.grad.is_contiguous():
+            self._samples[key] = sample(context.grad.view(-1)).clone()
+
+    def check_scale(self, parameter: torch.Tensor) -> None:
+        """Raises RuntimeError where what was handed out was divided by a loss scale that is not known here.
+
+        The momentum would be averaged with gradients of another scale from then on.
+        """
+        handed = self._samples.pop(id(parameter), None)
+        if handed is None or parameter.grad is None or not parameter.grad.is_contiguous():
+            return
+        now = sample(parameter.grad.view(-1))
+        ratio = (handed / now)[(handed != 0) & (now != 0)].to(torch.float64)
+        if ratio.numel() > 0 and bool((ratio == ratio[0]).all()) and ratio[0] >= 4 and math.frexp(ratio[0].item())[0] == 0.5:
+            raise RuntimeError(
+                f"the momentum was divided by {ratio[0].item():g} between synchronize() and step(), as GradScaler.unscale_() "
+                "does: pass grad_scaler= to APMSqueeze, so that it is averaged with gradients of the same scale"
+            )
+
+    def _other_options(self) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return {option: [group[option] for group in groups] for option in ("freeze_step", "betas")}
 
     @property
     def _optimizer(self) -> APMSqueeze:

@@ -85,8 +85,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     ) -> None:
         if not isinstance(process_set, hvd.ProcessSet):
             raise ValueError(f"process_set={process_set!r} is not allowed; allowed is a horovod.torch.ProcessSet")
-        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-            raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a torch.amp.GradScaler")
+        _check_grad_scaler(grad_scaler)
         policy = Policy(parse(codec), min_numel, {} if overrides is None else overrides)
         self._slots = make_slots(named_parameters)
         self._bucket_bytes = bucket_bytes
@@ -196,6 +195,16 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
                 self._close(round)
         return ctx.grad  # type: ignore[no-any-return]
 
+    @property
+    def grad_scaler(self) -> Any:
+        """The `torch.amp.GradScaler` whose scale residuals follow."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, grad_scaler: Any) -> None:
+        _check_grad_scaler(grad_scaler)
+        self._grad_scaler = grad_scaler
+
     # --- what another kind of compression may do in another way
 
     def _is_dense(self, slot: Slot) -> bool:
@@ -208,6 +217,10 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
 
     def _handed_out(self, context: Context) -> None:
         """The gradient holds the result."""
+
+    def _other_options(self) -> dict[str, Any]:
+        """What else ranks must agree on, as plain data by its name."""
+        return {}
 
     # --- a round
 
@@ -440,7 +453,9 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         if self._agreed:
             return
         if self._announced is None:
-            self._announced = self._exchange.allgather_async(f"plan.{self._plans}", self._plan.announcement())
+            self._announced = self._exchange.allgather_async(
+                f"plan.{self._plans}", self._plan.announcement(self._other_options())
+            )
             self._plans += 1
             if not self._announced.poll(PLAN_SECONDS):
                 self._warn(
@@ -542,3 +557,8 @@ def _on_any_step(optimizer: Any, *_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_on_any_step)
+
+
+def _check_grad_scaler(grad_scaler: Any) -> None:
+    if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+        raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed; allowed is a torch.amp.GradScaler")

@@ -41,7 +41,7 @@ def test_options_that_are_not_allowed(options, text):
 
 
 def test_the_options_of_its_compression_are_checked():
-    with pytest.raises(TypeError, match="bitts"):
+    with pytest.raises(ValueError, match="APMSqueeze: unknown option 'bitts': of the compression there are min_numel, "):
         _ = APMSqueeze(compression_options={"bitts": 3}).compression
     with pytest.raises(ValueError, match="min_numel=-1 is not allowed"):
         _ = APMSqueeze(compression_options={"min_numel": -1}).compression
