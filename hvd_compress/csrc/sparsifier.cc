@@ -58,11 +58,27 @@ class Selected {
     values_ = std::move(values);
   }
 
-  HVD_INLINE void push(size_t index, float value) {
-    indices_[size_] = static_cast<uint32_t>(index);
-    values_[size_] = value;
-    ++size_;
-  }
+  void push(size_t index, float value) { Writer(*this).push(index, value); }
+
+  // Writes behind what is there, in registers; what it has written counts when it goes.
+  class Writer {
+   public:
+    HVD_INLINE explicit Writer(Selected& selected)
+        : selected_(selected), indices_(selected.indices_.get()), values_(selected.values_.get()), size_(selected.size_) {}
+    HVD_INLINE ~Writer() { selected_.size_ = size_; }
+
+    HVD_INLINE void push(size_t index, float value) {
+      indices_[size_] = static_cast<uint32_t>(index);
+      values_[size_] = value;
+      ++size_;
+    }
+
+   private:
+    Selected& selected_;
+    uint32_t* indices_;
+    float* values_;
+    size_t size_;
+  };
 
  private:
   std::unique_ptr<uint32_t[]> indices_;
@@ -98,14 +114,16 @@ HVD_INLINE uint64_t at_least(const float* v, size_t count, int32_t least) {
 
 // Selects the numbers of at least that magnitude; of those that are equal to it only the first `ties`.
 HVD_SIMD void select_largest(const float* v, size_t count, size_t begin, int32_t least, uint64_t& ties, Selected& selected) {
+  Selected::Writer writer(selected);
+  const bool all = ties == kAll;
   for (size_t i = 0; i < count; i += 64) {
     for (uint64_t hits = at_least(v + i, std::min<size_t>(64, count - i), least); hits; hits &= hits - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      if (magnitude_bits(v[at]) == least) {
+      if (!all && magnitude_bits(v[at]) == least) {
         if (ties == 0) continue;
         --ties;
       }
-      selected.push(begin + at, v[at]);
+      writer.push(begin + at, v[at]);
     }
   }
 }
@@ -134,14 +152,14 @@ HVD_SIMD void draw(const float* __restrict v, size_t count, float least, float l
 }
 
 HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float least, const int32_t* drawn, Scratch& out) {
+  Selected::Writer values(out.values), signs(out.signs);
   for (size_t i = 0; i < count; i += 64) {
     uint64_t hits = 0;
     for (int q = 0; q < 64 / kLanes; ++q) hits |= lane_bits(load_vector<Ints>(drawn + i + q * kLanes)) << (q * kLanes);
     if (count - i < 64) hits &= (uint64_t{1} << (count - i)) - 1;
     for (; hits; hits &= hits - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      Selected& selected = float_of(bits_of(v[at]) & ~kSign) >= least ? out.values : out.signs;
-      selected.push(begin + at, v[at]);
+      (float_of(bits_of(v[at]) & ~kSign) >= least ? values : signs).push(begin + at, v[at]);
     }
   }
 }
@@ -238,7 +256,9 @@ class SparseScope final : public Scope {
       const size_t count = std::min(kTile, n - begin);
       const float* v = load_sum(grad, residual_in, begin, count, residual_out != nullptr ? residual_out + begin : tile);
       add_moments(v, count, moments);
-      if (own != nullptr) own->add(v, count);
+      if (own == nullptr) continue;
+      prefetch(grad, residual_in, residual_out, begin + kTile);  // while this one is counted
+      own->add(v, count);
     }
     part.finite = moments.largest < static_cast<int32_t>(kInfinity);
     part.energy = moments.sum_sq;
@@ -303,7 +323,8 @@ class SparseScope final : public Scope {
       if (part.residual == nullptr) continue;
       for (; values < selected.values.size(); ++values) part.residual[selected.values.index(values)] = 0;
       for (; signs < selected.signs.size(); ++signs) {
-        part.residual[selected.signs.index(signs)] -= selected.signs.value(signs) < 0 ? -level_ : level_;
+        const uint32_t negative = selected.signs.value(signs) < 0 ? kSign : 0;  // without a branch, which would be a coin's
+        part.residual[selected.signs.index(signs)] -= float_of(bits_of(level_) | negative);
       }
       add_moments(v, count, left);
     }
@@ -325,6 +346,18 @@ class SparseScope final : public Scope {
     bool finite;
     double energy;
   };
+
+  // A tile, as load_sum reads it.
+  static void prefetch(const Gradient& grad, const float* residual_in, const float* residual_out, size_t begin) {
+    const size_t width = grad.dtype == DType::kFloat32 ? 4 : grad.dtype == DType::kFloat64 ? 8 : 2;
+    const char* from = static_cast<const char*>(grad.data) + begin * width;
+    for (size_t i = 0; i < kTile * width; i += 64) __builtin_prefetch(from + i);
+    if (residual_in == nullptr) return;
+    for (size_t i = 0; i < kTile; i += 16) {
+      __builtin_prefetch(residual_in + begin + i);
+      __builtin_prefetch(residual_out + begin + i, 1);
+    }
+  }
 
   // What is to be sent.
   static const float* sum_of(const Part& part, size_t begin, size_t count, float* tile) {
