@@ -24,8 +24,8 @@ class IndexLayout {
   IndexLayout(size_t n, size_t count) : n_(n), count_(count) {
     if (count == 0 || count >= n) return;
     bytes_ = (n + 7) / 8;
-    const int about = 63 - __builtin_clzll(n / count);  // the best is n ln 2 / count, to the next powers of 2
-    for (int width = std::max(about - 1, 0); width <= about + 1; ++width) {
+    const int about = 63 - __builtin_clzll(n / count);  // the best is n ln 2 / count, but bytes are rounded up
+    for (int width = std::max(about - 2, 0); width <= about + 2; ++width) {
       const size_t bytes = low_bytes(width) + high_bytes(width);
       if (bytes >= bytes_) continue;
       bytes_ = bytes;

@@ -1,10 +1,13 @@
 """topk, randomk and CAT against the oracle: how much is sent, what, in how many bytes, and what stays."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
+import torch
 from reference import cat
+from sklearn.datasets import load_digits
 from unit.helpers import decode, decode_sum, encode
 
 from hvd_compress.codecs import Encoded, parse
@@ -22,12 +25,31 @@ COSTS = {
     "cost=time,latency=1e-4,bandwidth=1e9": cat.time(1e-4, 1e9),
     "cost=measured": cat.time(1e-3, 125e6),
 }
+
+
+@functools.cache
+def real_gradient(steps):
+    """Of 1,014,630 weights of an MLP that has learned scikit-learn's digits for so many steps."""
+    digits = load_digits()
+    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 970), torch.nn.ReLU(), torch.nn.Linear(970, 970), torch.nn.ReLU(), torch.nn.Linear(970, 10)]
+    model = torch.nn.Sequential(*layers)
+    for step in range(steps + 1):
+        rows = torch.arange(128 * step, 128 * (step + 1)) % len(x)
+        gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x[rows]), y[rows]), [*model.parameters()])
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.data -= 0.1 * gradient
+    return torch.cat([gradient.flatten() for gradient in gradients]).numpy()
+
+
 DRAW = {
     "normal": lambda rng, n: rng.normal(size=n),
     "laplace": lambda rng, n: rng.laplace(size=n),
     "t3": lambda rng, n: rng.standard_t(3, n),
     "zeros": lambda rng, n: rng.normal(size=n) * (rng.random(n) < 0.1),
     "uniform": lambda rng, n: rng.uniform(-0.5, 0.5, n),
+    "real": lambda rng, n: real_gradient(int(rng.integers(30)))[:n],
 }
 GOLDEN = np.float32([3, -2, 1, 0.5, -0.25, 0.1, 0, 0])
 
