@@ -118,7 +118,9 @@ def _row(
     name: str, seconds: dict[str, list[float]], spent: dict[str, list[float]], compression: Any, arguments: Any, hosts: int
 ) -> dict[str, Any]:
     step = statistics.median(seconds[name])
-    record = getattr(compression, "stats", None) and compression.stats.step
+    stats = getattr(compression, "stats", None)
+    record = stats and stats.step
+    network = stats.network if stats else None
     return {
         "codec": name,
         "exchange": "/".join(sorted(record.exchanges)) if record else "allreduce",
@@ -132,6 +134,9 @@ def _row(
         "bytes_sent": record.bytes_sent if record else None,
         "bytes_card": statistics.median(spent[name]) if arguments.card else None,
         "speedup": statistics.median(seconds["none"]) / step,
+        "selected": record.selected if record else None,
+        "latency_s": network.latency if network else None,
+        "bandwidth": network.bandwidth if network else None,
     }
 
 
@@ -149,6 +154,13 @@ def _show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
             f"{row['decode_s'] * 1e3:9.1f}{_mb(row['bytes_sent'])}{_mb(row['bytes_card'])}{row['speedup']:9.2f}",
             file=out,
         )
+    for row in rows:
+        if row["bandwidth"] is not None:
+            print(
+                f"{row['codec']}: an exchange was measured to take {row['latency_s'] * 1e3:.2f} ms and a second for "
+                f"{row['bandwidth'] / 1e6:.2f} MB; {row['selected']} elements were sent last",
+                file=out,
+            )
     if arguments.json == "-":
         json.dump(rows, sys.stdout, indent=1)
         print()
