@@ -35,10 +35,16 @@ exec ip netns exec "@PREFIX@h$number" unshare --uts sh -c "hostname @PREFIX@h$nu
 _KEEPER = """
 trap '' HUP INT TERM
 cat >/dev/null  # until the benchmark closes the pipe, or is gone
-for host in @HOSTS@; do
-  ip netns pids $host | xargs -r kill -9
-  ip netns del $host
+quiet=0
+while [ $quiet -lt 3 ]; do  # one that is being started on one host by another, which was killed already, is found later
+  quiet=$((quiet + 1))
+  for host in @HOSTS@; do
+    pids=$(ip netns pids $host)
+    [ -z "$pids" ] || { kill -9 $pids; quiet=0; }
+  done
+  sleep 0.1
 done
+for host in @HOSTS@; do ip netns del $host; done
 ip link del @PREFIX@b
 rm -r @FOLDER@
 """
