@@ -48,13 +48,16 @@ def test_traffic_of_a_scatter_gather_does_not_grow_with_the_number_of_ranks(host
 
 @needs_namespaces
 def test_cat_measures_the_rate_of_the_cards(tmp_path):
-    """Two hosts: each sends its message at the card's rate while it receives the other's."""
+    """Two hosts: each sends its message at the card's rate while it receives the other's.
+
+    A card may send 32 KiB at once, which takes 2.6 ms off what looks like a latency: it may be found to be nothing.
+    """
     options = ["--elements", "1000000", "--repetitions", "16", "--codec", "cat", "--json", str(tmp_path / "rows.json")]
     command = [*BENCH, "cluster", "--hosts", "2", "--rate", "100mbit", "--", "exchange", *options]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     row = {row["codec"]: row for row in json.loads((tmp_path / "rows.json").read_text())}["cat"]
-    assert row["bandwidth"] == pytest.approx(100e6 / 8, rel=0.4)
-    assert 1e-4 < row["latency_s"] < 0.1
+    assert row["bandwidth"] == pytest.approx(100e6 / 8, rel=0.3)
+    assert row["latency_s"] < 0.1
     assert 100 < row["selected"] < 500_000
 
 
