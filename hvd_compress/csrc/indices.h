@@ -40,14 +40,11 @@ class IndexLayout {
     if (bytes_ == 0) return;
     std::memset(out, 0, bytes_);
     if (width_ < 0) {
-      for (size_t k = 0; k < count_; ++k) out[indices[k] / 8] = static_cast<uint8_t>(out[indices[k] / 8] | 1u << indices[k] % 8);
+      set_bits(out, bytes_, [&](size_t k) { return indices[k]; });
       return;
     }
-    uint8_t* high = out + low_bytes(width_);
-    for (size_t k = 0; k < count_; ++k) {
-      const size_t bit = k + (indices[k] >> width_);
-      high[bit / 8] = static_cast<uint8_t>(high[bit / 8] | 1u << bit % 8);
-    }
+    const size_t low = low_bytes(width_);
+    set_bits(out + low, bytes_ - low, [&](size_t k) { return k + (indices[k] >> width_); });
     const uint32_t mask = (1u << width_) - 1;
     uint64_t buffer = 0;
     int filled = 0;
@@ -68,18 +65,26 @@ class IndexLayout {
   // before was in order.
   template <class Visit>
   HVD_INLINE void read(const uint8_t* in, Visit visit) const {
+    if (read(in, 0, 0, n_, visit) != count_) throw MalformedPayload("a payload has fewer indices than it says");
+  }
+
+  // Calls it for those in [begin, end), the first of which, if there is one, is the k-th; returns the k of the first behind.
+  template <class Visit>
+  HVD_INLINE size_t read(const uint8_t* in, size_t k, size_t begin, size_t end, Visit visit) const {
     if (bytes_ == 0) {
-      for (size_t k = 0; k < count_; ++k) visit(k, k);
-      return;
+      for (k = std::min(begin, count_); k < std::min(end, count_); ++k) visit(k, k);
+      return k;
     }
     const size_t low = width_ < 0 ? 0 : low_bytes(width_);
     const uint8_t* high = in + low;
     const size_t high_size = bytes_ - low;
     const size_t width = width_ < 0 ? 0 : static_cast<size_t>(width_);
     const uint64_t mask = (uint64_t{1} << width) - 1;
-    size_t k = 0, next = 0;
-    for (size_t at = 0; at < high_size; at += 8) {
-      for (uint64_t word = load_word(high + at, high_size - at); word; word &= word - 1, ++k) {
+    const size_t first = width_ < 0 ? begin : k + (begin >> width);  // where the k-th is, or behind
+    size_t next = begin;
+    uint64_t wanted = ~uint64_t{0} << first % 64;
+    for (size_t at = first / 64 * 8; at < high_size; at += 8, wanted = ~uint64_t{0}) {
+      for (uint64_t word = load_word(high + at, high_size - at) & wanted; word; word &= word - 1, ++k) {
         if (k == count_) throw MalformedPayload("a payload has more indices than it says");
         size_t index = 8 * at + static_cast<size_t>(__builtin_ctzll(word));
         if (width_ >= 0) {
@@ -87,16 +92,36 @@ class IndexLayout {
           index = (index - k) << width | (load_word(in + bit / 8, bytes_ - bit / 8) >> bit % 8 & mask);
         }
         if (index < next || index >= n_) throw MalformedPayload("a payload has an index that is out of order or out of range");
+        if (index >= end) return k;
         next = index + 1;
         visit(k, index);
       }
     }
-    if (k != count_) throw MalformedPayload("a payload has fewer indices than it says");
+    return k;
   }
 
  private:
   size_t low_bytes(int width) const { return (count_ * static_cast<size_t>(width) + 7) / 8; }
   size_t high_bytes(int width) const { return (count_ + ((n_ - 1) >> width) + 7) / 8; }
+
+  // Sets the bit that `bit` tells for each k, ascending, in words that are written once: an or with a byte that was just written
+  // would wait for it.
+  template <class Bit>
+  HVD_INLINE void set_bits(uint8_t* out, size_t size, Bit bit) const {
+    size_t at = 0;
+    uint64_t word = 0;
+    const auto store = [&] { std::memcpy(out + 8 * at, &word, std::min<size_t>(8, size - 8 * at)); };
+    for (size_t k = 0; k < count_; ++k) {
+      const size_t next = bit(k);
+      if (next / 64 != at) {
+        store();
+        at = next / 64;
+        word = 0;
+      }
+      word |= uint64_t{1} << next % 64;
+    }
+    store();
+  }
 
   static HVD_INLINE uint64_t load_word(const uint8_t* from, size_t available) {
     uint64_t word = 0;

@@ -1,18 +1,11 @@
 #include "magnitudes.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace hvd_compress {
 namespace {
 
 constexpr size_t kMany = size_t{1} << 17;
-
-std::mutex free_mutex;
-std::vector<Magnitudes*>& free_list() {
-  static auto* all = new std::vector<Magnitudes*>;  // never destroyed: handles may outlive it
-  return *all;
-}
 
 // The smallest magnitude that is not 0, and the largest, as bits.
 HVD_SIMD void range(const float* v, size_t n, int32_t& smallest, int32_t& largest) {
@@ -36,20 +29,6 @@ HVD_SIMD void range(const float* v, size_t n, int32_t& smallest, int32_t& larges
 
 }  // namespace
 
-Magnitudes::Handle Magnitudes::take() {
-  const std::lock_guard lock(free_mutex);
-  if (free_list().empty()) return Handle(new Magnitudes);
-  Handle taken(free_list().back());
-  free_list().pop_back();
-  return taken;
-}
-
-void Magnitudes::Return::operator()(Magnitudes* magnitudes) const {
-  magnitudes->clear();
-  const std::lock_guard lock(free_mutex);
-  free_list().push_back(magnitudes);
-}
-
 void Magnitudes::add(const float* v, size_t n) {
   if (in_cells_ + n > kMostCells) settle();
   size_ += n;
@@ -70,11 +49,11 @@ void Magnitudes::add(const float* v, size_t n) {
   in_cells_ += n;
 }
 
-void Magnitudes::add(Magnitudes& other) {
+void Magnitudes::add(Magnitudes& other, uint64_t times) {
   other.settle();
   for (size_t b = other.low_; b <= other.high_; ++b) {
-    count_[b] += other.count_[b];
-    rest_[b] += other.rest_[b];
+    count_[b] += times * other.count_[b];
+    rest_[b] += times * other.rest_[b];
   }
   low_ = std::min(low_, other.low_);
   high_ = std::max(high_, other.high_);

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "floats.h"
@@ -26,15 +25,12 @@ class Magnitudes {
     double bound;    // what none of them exceeds
   };
 
-  // An empty one, that goes back to where it came from: it is large.
-  struct Return {
-    void operator()(Magnitudes* magnitudes) const;
-  };
-  using Handle = std::unique_ptr<Magnitudes, Return>;
-  static Handle take();
+  Magnitudes() : cells_(kBins), count_(kBins), rest_(kBins) {}
 
   void add(const float* v, size_t n);  // finite numbers, fewer than 2^24
-  void add(Magnitudes& other);
+  void add(Magnitudes& other, uint64_t times = 1);
+
+  void clear();
 
   // The bins that are not empty, from the largest magnitudes down; except that of 0, which takes what is below 2^-133 too.
   // `largest` are the bits of the largest one.
@@ -44,9 +40,7 @@ class Magnitudes {
   static constexpr int kCountShift = 40;
   static constexpr uint64_t kMostCells = (uint64_t{1} << (64 - kCountShift)) - 1;  // elements that the cells have room for
 
-  Magnitudes() : cells_(kBins), count_(kBins), rest_(kBins) {}
   void settle();
-  void clear();
 
   std::vector<uint64_t> cells_;  // of the last elements: count << kCountShift | sum of the other bits; one addition does both
   std::vector<uint64_t> count_, rest_;

@@ -13,6 +13,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -23,14 +24,17 @@
 #include "choice.h"
 #include "indices.h"
 #include "moments.h"
+#include "pool.h"
 #include "random.h"
 
 namespace hvd_compress {
 namespace {
 
+static_assert(kLanes == 8, "the signs of a vector are a byte");
 constexpr size_t kTile = 1024;
 constexpr uint32_t kNotFinite = 0xffffffffu;
-constexpr uint64_t kAll = ~uint64_t{0};
+constexpr uint64_t kAll = uint64_t{1} << 32;  // more than there are
+constexpr uint32_t kBin = ~Magnitudes::kRest;  // the bits that tell a bin
 
 bool has_values(Scheme scheme) { return scheme != Scheme::kTopKSign; }
 bool has_signs(Scheme scheme) { return scheme != Scheme::kTopK; }
@@ -48,6 +52,7 @@ class Selected {
 
   // Room for so many more.
   void grow(size_t more) {
+    ++more;  // for what is pushed, but not meant
     if (size_ + more <= capacity_) return;
     capacity_ = 2 * (size_ + more);
     std::unique_ptr<uint32_t[]> indices(new uint32_t[capacity_]);
@@ -67,10 +72,10 @@ class Selected {
         : selected_(selected), indices_(selected.indices_.get()), values_(selected.values_.get()), size_(selected.size_) {}
     HVD_INLINE ~Writer() { selected_.size_ = size_; }
 
-    HVD_INLINE void push(size_t index, float value) {
+    HVD_INLINE void push(size_t index, float value, bool whether = true) {  // without a branch, which would be a coin's
       indices_[size_] = static_cast<uint32_t>(index);
       values_[size_] = value;
-      ++size_;
+      size_ += whether ? 1 : 0;
     }
 
    private:
@@ -112,29 +117,14 @@ HVD_INLINE uint64_t at_least(const float* v, size_t count, int32_t least) {
   return count < 64 ? hits & ((uint64_t{1} << count) - 1) : hits;
 }
 
-// Selects the numbers of at least that magnitude; of those that are equal to it only the first `ties`.
-HVD_SIMD void select_largest(const float* v, size_t count, size_t begin, int32_t least, uint64_t& ties, Selected& selected) {
+// Selects the numbers of at least that magnitude.
+HVD_SIMD void select_largest(const float* v, size_t count, size_t begin, int32_t least, Selected& selected) {
+  selected.grow(count);
   Selected::Writer writer(selected);
-  const bool all = ties == kAll;
   for (size_t i = 0; i < count; i += 64) {
     for (uint64_t hits = at_least(v + i, std::min<size_t>(64, count - i), least); hits; hits &= hits - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      if (!all && magnitude_bits(v[at]) == least) {
-        if (ties == 0) continue;
-        --ties;
-      }
       writer.push(begin + at, v[at]);
-    }
-  }
-}
-
-// Of numbers of which the upper bits are `edge`, counts the others.
-HVD_SIMD void count_in_bin(const float* v, size_t count, uint32_t edge, uint64_t* counts) {
-  for (size_t i = 0; i < count; i += 64) {
-    const size_t size = std::min<size_t>(64, count - i);
-    for (uint64_t hits = at_least(v + i, size, static_cast<int32_t>(edge)); hits; hits &= hits - 1) {
-      const uint32_t magnitude = bits_of(v[i + static_cast<size_t>(__builtin_ctzll(hits))]) & ~kSign;
-      if ((magnitude & ~Magnitudes::kRest) == edge) ++counts[magnitude & Magnitudes::kRest];
     }
   }
 }
@@ -152,6 +142,8 @@ HVD_SIMD void draw(const float* __restrict v, size_t count, float least, float l
 }
 
 HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float least, const int32_t* drawn, Scratch& out) {
+  out.values.grow(count);
+  out.signs.grow(count);
   Selected::Writer values(out.values), signs(out.signs);
   for (size_t i = 0; i < count; i += 64) {
     uint64_t hits = 0;
@@ -159,8 +151,19 @@ HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float lea
     if (count - i < 64) hits &= (uint64_t{1} << (count - i)) - 1;
     for (; hits; hits &= hits - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      (float_of(bits_of(v[at]) & ~kSign) >= least ? values : signs).push(begin + at, v[at]);
+      const bool large = float_of(bits_of(v[at]) & ~kSign) >= least;
+      values.push(begin + at, v[at], large);
+      signs.push(begin + at, v[at], !large);
     }
+  }
+}
+
+// A bit for each, 1 where it is negative.
+HVD_SIMD void write_signs(const float* v, size_t count, uint8_t* out) {
+  for (size_t k = 0; k < count; k += kLanes) {
+    float rest[kLanes] = {};
+    if (count - k < kLanes) std::memcpy(rest, v + k, (count - k) * sizeof(float));
+    out[k / 8] = static_cast<uint8_t>(lane_bits(load_vector<Floats>(count - k < kLanes ? rest : v + k) < 0));
   }
 }
 
@@ -184,8 +187,7 @@ size_t write(Scheme scheme, size_t n, const Selected& values, const Selected& si
     const IndexLayout layout(n, signs.size());
     layout.write(signs.indices(), at);
     at += layout.bytes();
-    std::memset(at, 0, (signs.size() + 7) / 8);
-    for (size_t k = 0; k < signs.size(); ++k) at[k / 8] = static_cast<uint8_t>(at[k / 8] | (signs.value(k) < 0) << k % 8);
+    write_signs(signs.values(), signs.size(), at);
     at += (signs.size() + 7) / 8;
   }
   seal(out, static_cast<size_t>(at - out));
@@ -241,36 +243,41 @@ struct Layout {
   }
 };
 
-// See Scope in codec.h.
+// See Scope in codec.h. A histogram of all magnitudes would take longer than all else. So of large segments it is one of a sample;
+// what that finds tells which magnitudes are worth being looked at one by one, and of those the choice is made.
 class SparseScope final : public Scope {
  public:
   SparseScope(Scheme scheme, double fraction, const CostModel& cost) : scheme_(scheme), fraction_(fraction), cost_(cost) {}
 
   bool add(uint32_t index, const Gradient& grad, const float* residual_in, float* residual_out, size_t n) override {
     if (n >= kNotFinite) throw std::invalid_argument("a segment of " + std::to_string(n) + " elements is too large to index");
-    Part part{grad, residual_out, n, true, 0};
-    const Magnitudes::Handle own = n > kSmall ? Magnitudes::take() : nullptr;
+    Part part{grad, residual_out, n};
+    const uint64_t one_of = n >= kLarge ? kOneOf : 1;
+    const Pool<Magnitudes>::Handle own = n > kSmall ? Pool<Magnitudes>::take() : nullptr;
     Moments moments;
     float tile[kTile];
     for (size_t begin = 0; begin < n; begin += kTile) {
       const size_t count = std::min(kTile, n - begin);
       const float* v = load_sum(grad, residual_in, begin, count, residual_out != nullptr ? residual_out + begin : tile);
       add_moments(v, count, moments);
+      if (scheme_ == Scheme::kStochastic) add_magnitudes(v, count, part.sum);
       if (own == nullptr) continue;
       prefetch(grad, residual_in, residual_out, begin + kTile);  // while this one is counted
-      own->add(v, count);
+      const size_t some = count / one_of;
+      own->add(one_of == 1 ? v : v + mix64(begin) % one_of * some, some);
     }
     part.finite = moments.largest < static_cast<int32_t>(kInfinity);
     part.energy = moments.sum_sq;
     const std::lock_guard lock(mutex_);
-    if (part.finite && own != nullptr) magnitudes_->add(*own);
-    for (size_t begin = 0; part.finite && own == nullptr && begin < n; begin += kTile) {
-      const size_t count = std::min(kTile, n - begin);
-      magnitudes_->add(sum_of(part, begin, count, tile), count);
-    }
     if (part.finite) {
+      if (own != nullptr) magnitudes_->add(*own, one_of);
+      for (size_t begin = 0; own == nullptr && begin < n; begin += kTile) {
+        const size_t count = std::min(kTile, n - begin);
+        magnitudes_->add(sum_of(part, begin, count, tile), count);
+      }
       n_ += n;
       largest_ = std::max(largest_, moments.largest);
+      sampled_ = sampled_ || one_of > 1;
     }
     parts_[index] = part;
     return part.finite;
@@ -278,25 +285,16 @@ class SparseScope final : public Scope {
 
   void choose(const Step& step) override {
     const std::lock_guard lock(mutex_);
-    const std::vector<Magnitudes::Bin> bins = magnitudes_->descending(largest_);
-    const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
-    const CostModel cost = cost_.measured(step);
-    const double fraction = fraction_ == 0 && cost.kind == CostKind::kMeasured ? step.explore : fraction_;
-    if (fraction > 0) {
-      const auto count = static_cast<uint64_t>(std::llround(fraction * static_cast<double>(n_)));
-      choice_ = choose_count(scheme_, bins, size, cost, count);
-    } else {
-      choice_ = hvd_compress::choose(scheme_, bins, size, cost);
+    if (largest_ == 0) return;  // nothing to send
+    choice_ = choice_of(magnitudes_->descending(largest_), step);
+    if (sampled_) {
+      choose_exactly(step);
+    } else if (choice_.count > 0 && !is_drawn()) {
+      collect(choice_.threshold, nullptr);
     }
-    ties_ = kAll;
-    least_ = choice_.count == 0 ? static_cast<int32_t>(kInfinity) : static_cast<int32_t>(choice_.threshold);
+    if (choice_.count > 0) least_ = static_cast<int32_t>(choice_.threshold);
     level_ = static_cast<float>(std::min(choice_.level, static_cast<double>(FLT_MAX)));
-    if (choice_.within == 0) return;
-    sum_within_ = static_cast<double>(choice_.within) * choice_.mean;
-    if (choice_.within < choice_.in_bin) refine();
-    if (scheme_ == Scheme::kTopKSign) {
-      level_ = static_cast<float>((choice_.sum_above + sum_within_) / static_cast<double>(choice_.count));
-    }
+    if (choice_.within > 0) select_within();
   }
 
   Encoded encode(uint32_t index, uint64_t seed, uint8_t* out) override {
@@ -313,24 +311,10 @@ class SparseScope final : public Scope {
       seal(out, encoded.bytes);
       return encoded;
     }
-    Moments left;
-    float tile[kTile];
-    for (size_t begin = 0; begin < part.n; begin += kTile) {
-      const size_t count = std::min(kTile, part.n - begin);
-      const float* v = sum_of(part, begin, count, tile);
-      size_t values = selected.values.size(), signs = selected.signs.size();
-      select(v, count, begin, seed, selected);
-      if (part.residual == nullptr) continue;
-      for (; values < selected.values.size(); ++values) part.residual[selected.values.index(values)] = 0;
-      for (; signs < selected.signs.size(); ++signs) {
-        const uint32_t negative = selected.signs.value(signs) < 0 ? kSign : 0;  // without a branch, which would be a coin's
-        part.residual[selected.signs.index(signs)] -= float_of(bits_of(level_) | negative);
-      }
-      add_moments(v, count, left);
-    }
+    is_drawn() ? draw_from(part, seed, selected) : take_largest(part, has_values(scheme_) ? selected.values : selected.signs);
     encoded.bytes = write(scheme_, part.n, selected.values, selected.signs, level_, out);
     encoded.selected = static_cast<int64_t>(selected.values.size() + selected.signs.size());
-    encoded.residual_sq = left.sum_sq;
+    if (part.residual != nullptr) encoded.residual_sq = subtract(part, selected);
     encoded.energy = part.energy;
     encoded.improvement = choice_.improvement;
     return encoded;
@@ -338,13 +322,18 @@ class SparseScope final : public Scope {
 
  private:
   static constexpr size_t kSmall = 16384;  // elements that are worth no histogram of their own
+  static constexpr size_t kLarge = size_t{1} << 18;  // elements of which a sample is enough:
+  static constexpr uint64_t kOneOf = 16;   // that part of each tile
+  static constexpr size_t kAhead = 32;     // elements, in a residual that is not in the cache
+  static constexpr double kMargin = 0.9;   // of the sample's threshold: what is not below is looked at
 
   struct Part {
     Gradient grad;
     float* residual;  // holds its sum with the gradient, or null
     size_t n;
-    bool finite;
-    double energy;
+    bool finite = true;
+    double energy = 0, sum = 0;  // the latter where it is needed
+    size_t first = 0, last = 0;  // of collected_
   };
 
   // A tile, as load_sum reads it.
@@ -364,60 +353,159 @@ class SparseScope final : public Scope {
     return part.residual != nullptr ? part.residual + begin : load_sum(part.grad, nullptr, begin, count, tile);
   }
 
-  // The threshold lies inside a bin: a histogram of the other bits of what is in it tells the exact one.
-  void refine() {
-    std::vector<uint64_t> count(Magnitudes::kRest + 1);
-    float tile[kTile];
-    for (const auto& [_, part] : parts_) {
-      for (size_t begin = 0; part.finite && begin < part.n; begin += kTile) {
-        const size_t size = std::min(kTile, part.n - begin);
-        count_in_bin(sum_of(part, begin, size, tile), size, choice_.threshold, count.data());
-      }
-    }
-    uint64_t wanted = choice_.within;
-    double sum_sq = 0;
-    sum_within_ = 0;
-    for (uint32_t rest = Magnitudes::kRest;; --rest) {
-      const uint64_t taken = std::min(wanted, count[rest]);
-      const double magnitude = float_of(choice_.threshold | rest);
-      sum_within_ += static_cast<double>(taken) * magnitude;
-      sum_sq += static_cast<double>(taken) * magnitude * magnitude;
-      wanted -= taken;
-      if (wanted > 0) continue;
-      least_ = static_cast<int32_t>(choice_.threshold | rest);
-      ties_ = taken;
-      break;
-    }
-    choice_.improvement = choice_.improvement_of(scheme_, sum_within_, sum_sq);
+  Choice choice_of(const std::vector<Magnitudes::Bin>& bins, const Step& step) const {
+    const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
+    const CostModel cost = cost_.measured(step);
+    const double fraction = fraction_ == 0 && cost.kind == CostKind::kMeasured ? step.explore : fraction_;
+    if (fraction == 0) return hvd_compress::choose(scheme_, bins, size, cost);
+    return choose_count(scheme_, bins, size, cost, static_cast<uint64_t>(std::llround(fraction * static_cast<double>(n_))));
   }
 
-  void select(const float* v, size_t count, size_t begin, uint64_t seed, Scratch& selected) {
-    selected.values.grow(count);
-    selected.signs.grow(count);
-    if (level_ > 0 && scheme_ == Scheme::kStochastic) {
-      int32_t drawn[kTile];
-      const float least = float_of(static_cast<uint32_t>(least_));
-      draw(v, count, least, level_, Random(seed, 0), static_cast<uint32_t>(begin), drawn);
-      select_drawn(v, count, begin, least, drawn, selected);
-    } else {
-      select_largest(v, count, begin, least_, ties_, has_values(scheme_) ? selected.values : selected.signs);
+  // Whether it is left to chance what is sent of the smaller ones.
+  bool is_drawn() const { return scheme_ == Scheme::kStochastic && choice_.level > 0; }
+
+  // What has to be known exactly: all magnitudes from here on; below it only what they are altogether, which the sample tells.
+  double reach() const { return is_drawn() ? choice_.level : static_cast<double>(float_of(choice_.threshold)); }
+
+  // Replaces a choice that a sample led to.
+  void choose_exactly(const Step& step) {
+    const std::vector<Magnitudes::Bin> estimated = magnitudes_->descending(largest_);
+    uint32_t edge = bits_of(static_cast<float>(std::min(kMargin * reach(), static_cast<double>(FLT_MAX)))) & kBin;
+    for (bool again = false;; again = true) {
+      const Pool<Magnitudes>::Handle exact = Pool<Magnitudes>::take();
+      collect(edge, exact.get());
+      std::vector<Magnitudes::Bin> bins = exact->descending(largest_);
+      append_below(edge, estimated, bins);
+      choice_ = choice_of(bins, step);
+      if (edge == 0 || reach() >= static_cast<double>(float_of(edge))) break;
+      edge = again ? 0 : bits_of(static_cast<float>(kMargin * reach())) & kBin;  // 0: everything
     }
+    choice_.total_sq = 0;
+    for (const auto& [_, part] : parts_) choice_.total_sq += part.finite ? part.energy : 0;
+  }
+
+  // Adds what is estimated of the magnitudes below; where their sum matters, so that it is right.
+  void append_below(uint32_t edge, const std::vector<Magnitudes::Bin>& estimated, std::vector<Magnitudes::Bin>& bins) const {
+    double right = 0, sum = 0;
+    for (const auto& [_, part] : parts_) right += part.finite ? part.sum : 0;
+    for (const auto& bin : bins) right -= static_cast<double>(bin.count) * bin.mean;
+    const size_t exact = bins.size();
+    for (const auto& bin : estimated) {
+      if (bin.edge >= edge) continue;
+      sum += static_cast<double>(bin.count) * bin.mean;
+      bins.push_back(bin);
+    }
+    if (scheme_ != Scheme::kStochastic || !(right > 0)) return;
+    for (size_t b = exact; b < bins.size(); ++b) bins[b].mean *= right / sum;
+  }
+
+  // Puts all of at least that magnitude into collected_, and counts them.
+  void collect(uint32_t edge, Magnitudes* counted) {
+    collected_->clear();
+    float tile[kTile];
+    for (auto& [_, part] : parts_) {
+      part.first = collected_->size();
+      for (size_t begin = 0; part.finite && begin < part.n; begin += kTile) {
+        const size_t count = std::min(kTile, part.n - begin);
+        select_largest(sum_of(part, begin, count, tile), count, begin, static_cast<int32_t>(edge), *collected_);
+      }
+      part.last = collected_->size();
+    }
+    for (size_t k = 0; counted != nullptr && k < collected_->size(); k += kTile) {
+      counted->add(collected_->values() + k, std::min(kTile, collected_->size() - k));
+    }
+  }
+
+  // Of the bin that the threshold is the edge of, some may be sent: finds the least of them, and how many are equal to it.
+  void select_within() {
+    double sum = static_cast<double>(choice_.within) * choice_.mean, sum_sq = sum * choice_.mean;
+    if (choice_.within < choice_.in_bin) {
+      std::vector<uint32_t> bin;
+      for (size_t k = 0; k < collected_->size(); ++k) {
+        const uint32_t magnitude = bits_of(collected_->value(k)) & ~kSign;
+        if ((magnitude & kBin) == choice_.threshold) bin.push_back(magnitude);
+      }
+      const auto last = bin.begin() + static_cast<std::ptrdiff_t>(choice_.within) - 1;
+      std::nth_element(bin.begin(), last, bin.end(), std::greater<>());
+      least_ = static_cast<int32_t>(*last);
+      ties_ = static_cast<uint64_t>(std::count(bin.begin(), last + 1, *last));
+      sum = sum_sq = 0;
+      for (auto at = bin.begin(); at <= last; ++at) {
+        const double magnitude = float_of(*at);
+        sum += magnitude;
+        sum_sq += magnitude * magnitude;
+      }
+    }
+    choice_.improvement = std::min(choice_.improvement_of(scheme_, sum, sum_sq), 1.0);
+    if (scheme_ == Scheme::kTopKSign) level_ = static_cast<float>((choice_.sum_above + sum) / static_cast<double>(choice_.count));
+  }
+
+  void take_largest(const Part& part, Selected& selected) {
+    selected.grow(part.last - part.first);
+    Selected::Writer writer(selected);
+    uint64_t ties = ties_;
+    for (size_t k = part.first; k < part.last; ++k) {
+      const int32_t magnitude = magnitude_bits(collected_->value(k));
+      const bool tie = magnitude == least_ && ties > 0;
+      writer.push(collected_->index(k), collected_->value(k), magnitude > least_ || tie);
+      ties -= tie ? 1 : 0;
+    }
+    ties_ = ties;
+  }
+
+  void draw_from(const Part& part, uint64_t seed, Scratch& selected) const {
+    const Random random(seed, 0);
+    const float least = float_of(static_cast<uint32_t>(least_));
+    float tile[kTile];
+    int32_t drawn[kTile];
+    for (size_t begin = 0; begin < part.n; begin += kTile) {
+      const size_t count = std::min(kTile, part.n - begin);
+      const float* v = sum_of(part, begin, count, tile);
+      draw(v, count, least, level_, random, static_cast<uint32_t>(begin), drawn);
+      select_drawn(v, count, begin, least, drawn, selected);
+    }
+  }
+
+  // Takes what is sent off the residual; returns the square of its norm.
+  double subtract(const Part& part, const Scratch& selected) const {
+    double sent = 0;
+    const auto fetch = [&](const Selected& all, size_t k) {
+      if (k + kAhead < all.size()) __builtin_prefetch(part.residual + all.index(k + kAhead), 1);
+    };
+    for (size_t k = 0; k < selected.values.size(); ++k) {
+      fetch(selected.values, k);
+      part.residual[selected.values.index(k)] = 0;
+      sent += static_cast<double>(selected.values.value(k)) * static_cast<double>(selected.values.value(k));
+    }
+    for (size_t k = 0; k < selected.signs.size(); ++k) {
+      fetch(selected.signs, k);
+      const float x = selected.signs.value(k), left = x - float_of(bits_of(level_) | (bits_of(x) & kSign));
+      part.residual[selected.signs.index(k)] = left;
+      sent += static_cast<double>(x) * static_cast<double>(x) - static_cast<double>(left) * static_cast<double>(left);
+    }
+    if (sent < 0.9 * part.energy) return part.energy - sent;
+    Moments moments;  // else what is left is too small a difference
+    for (size_t begin = 0; begin < part.n; begin += kTile) {
+      add_moments(part.residual + begin, std::min(kTile, part.n - begin), moments);
+    }
+    return moments.sum_sq;
   }
 
   const Scheme scheme_;
   const double fraction_;
   const CostModel cost_;
   std::mutex mutex_;
-  const Magnitudes::Handle magnitudes_ = Magnitudes::take();
+  const Pool<Magnitudes>::Handle magnitudes_ = Pool<Magnitudes>::take();
   std::map<uint32_t, Part> parts_;
-  // Of all that are finite: how many elements, and the magnitude bits of the largest.
+  // Of all that are finite: how many elements, the magnitude bits of the largest, and whether they were but sampled.
   uint64_t n_ = 0;
   int32_t largest_ = 0;
+  bool sampled_ = false;
   Choice choice_;
-  int32_t least_ = 0;    // magnitude bits of the smallest that is selected,
-  uint64_t ties_ = 0;    // of which so many are still to be selected
+  const Pool<Selected>::Handle collected_ = Pool<Selected>::take();  // from all parts
+  int32_t least_ = static_cast<int32_t>(kInfinity);  // magnitude bits of the smallest that is selected,
+  uint64_t ties_ = kAll;                             // of which so many are still to be selected
   float level_ = 0;
-  double sum_within_ = 0;  // of the magnitudes that are selected of the last bin
 };
 
 class Sparsifier final : public Codec {
@@ -459,24 +547,27 @@ class Sparsifier final : public Codec {
 
   size_t grain() const override { return 1; }
 
-  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t&, uint8_t* out) const override {
+  size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t& cursor,
+             uint8_t* out) const override {
     const Layout layout(scheme_, payload, bytes, n);
     if (!layout.finite) {
       std::memcpy(out, payload, bytes);
       return bytes;
     }
+    // The cursor: how many values, and above them how many signs, have gone before.
+    const size_t values = cursor & 0xffffffffu, signs = cursor >> 32;
     Scratch& selected = scratch();
     const auto keep = [&](Selected& kept, size_t i, float value) {
-      if (i < begin || i >= end) return;
       kept.grow(1);
       kept.push(i - begin, value);
     };
-    IndexLayout(n, layout.values).read(layout.value_indices, [&](size_t k, size_t i) {
+    const size_t to = IndexLayout(n, layout.values).read(layout.value_indices, values, begin, end, [&](size_t k, size_t i) {
       keep(selected.values, i, layout.value(k));
     });
-    IndexLayout(n, layout.signs).read(layout.sign_indices, [&](size_t k, size_t i) {
+    const size_t signs_to = IndexLayout(n, layout.signs).read(layout.sign_indices, signs, begin, end, [&](size_t k, size_t i) {
       keep(selected.signs, i, layout.negative(k) ? -1.0f : 1.0f);
     });
+    cursor = to | signs_to << 32;
     return write(scheme_, end - begin, selected.values, selected.signs, layout.level, out);
   }
 
