@@ -34,31 +34,19 @@ class IndexLayout {
   }
 
   size_t bytes() const { return bytes_; }
+  bool is_bitmap() const { return bytes_ > 0 && width_ < 0; }
 
   // Writes bytes().
   HVD_INLINE void write(const uint32_t* indices, uint8_t* out) const {
     if (bytes_ == 0) return;
-    std::memset(out, 0, bytes_);
+    const size_t low = width_ < 0 ? 0 : low_bytes(width_);
+    if (low > 0) write_low(indices, out);
+    std::memset(out + low, 0, bytes_ - low);
     if (width_ < 0) {
       set_bits(out, bytes_, [&](size_t k) { return indices[k]; });
-      return;
+    } else {
+      set_bits(out + low, bytes_ - low, [&](size_t k) { return k + (indices[k] >> width_); });
     }
-    const size_t low = low_bytes(width_);
-    set_bits(out + low, bytes_ - low, [&](size_t k) { return k + (indices[k] >> width_); });
-    const uint32_t mask = (1u << width_) - 1;
-    uint64_t buffer = 0;
-    int filled = 0;
-    for (size_t k = 0; k < count_; ++k) {
-      buffer |= static_cast<uint64_t>(indices[k] & mask) << filled;
-      filled += width_;
-      if (filled >= 32) {
-        std::memcpy(out, &buffer, 4);
-        out += 4;
-        buffer >>= 32;
-        filled -= 32;
-      }
-    }
-    for (; filled > 0; filled -= 8, buffer >>= 8) *out++ = static_cast<uint8_t>(buffer);
   }
 
   // Calls visit(k, index) for each. Throws MalformedPayload where they are not `count`, ascending and below n; what was visited
@@ -104,23 +92,46 @@ class IndexLayout {
   size_t low_bytes(int width) const { return (count_ * static_cast<size_t>(width) + 7) / 8; }
   size_t high_bytes(int width) const { return (count_ + ((n_ - 1) >> width) + 7) / 8; }
 
-  // Sets the bit that `bit` tells for each k, ascending, in words that are written once: an or with a byte that was just written
-  // would wait for it.
+  HVD_INLINE void write_low(const uint32_t* indices, uint8_t* out) const {
+    const uint32_t mask = (1u << width_) - 1;
+    const auto width = static_cast<size_t>(width_);
+    size_t k = 0;
+    for (; width <= 8 && (k + 8) * width + 64 <= 8 * bytes_ && k + 8 <= count_; k += 8) {  // eight at a time are whole bytes
+      uint64_t word = 0;
+      for (size_t j = 0; j < 8; ++j) word |= static_cast<uint64_t>(indices[k + j] & mask) << j * width;
+      std::memcpy(out, &word, 8);  // what is too much is written over
+      out += width;
+    }
+    uint64_t buffer = 0;
+    size_t filled = 0;
+    for (; k < count_; ++k) {
+      buffer |= static_cast<uint64_t>(indices[k] & mask) << filled;
+      filled += width;
+      if (filled >= 32) {
+        std::memcpy(out, &buffer, 4);
+        out += 4;
+        buffer >>= 32;
+        filled -= 32;
+      }
+    }
+    for (; filled > 0; filled -= std::min<size_t>(filled, 8), buffer >>= 8) *out++ = static_cast<uint8_t>(buffer);
+  }
+
+  // Sets the bit that `bit` tells for each k, ascending. What was just written is not read again, which would have to wait for it,
+  // and there is no branch, which would be a coin's.
   template <class Bit>
   HVD_INLINE void set_bits(uint8_t* out, size_t size, Bit bit) const {
-    size_t at = 0;
+    const size_t words = size / 8;
+    size_t k = 0, at = 0;
     uint64_t word = 0;
-    const auto store = [&] { std::memcpy(out + 8 * at, &word, std::min<size_t>(8, size - 8 * at)); };
-    for (size_t k = 0; k < count_; ++k) {
-      const size_t next = bit(k);
-      if (next / 64 != at) {
-        store();
-        at = next / 64;
-        word = 0;
-      }
-      word |= uint64_t{1} << next % 64;
+    for (; k < count_; ++k) {
+      const size_t next = bit(k), next_at = next / 64;
+      if (next_at >= words) break;
+      word = (word & (uint64_t{0} - (next_at == at))) | uint64_t{1} << next % 64;
+      at = next_at;
+      std::memcpy(out + 8 * at, &word, 8);
     }
-    store();
+    for (; k < count_; ++k) out[bit(k) / 8] = static_cast<uint8_t>(out[bit(k) / 8] | 1u << bit(k) % 8);
   }
 
   static HVD_INLINE uint64_t load_word(const uint8_t* from, size_t available) {

@@ -22,16 +22,17 @@
 #include <vector>
 
 #include "choice.h"
+#include "drawn.h"
 #include "indices.h"
 #include "moments.h"
 #include "pool.h"
 #include "random.h"
+#include "selected.h"
 
 namespace hvd_compress {
 namespace {
 
-static_assert(kLanes == 8, "the signs of a vector are a byte");
-constexpr size_t kTile = 1024;
+constexpr size_t kTile = Drawn::kMost;
 constexpr uint32_t kNotFinite = 0xffffffffu;
 constexpr uint64_t kAll = uint64_t{1} << 32;  // more than there are
 constexpr uint32_t kBin = ~Magnitudes::kRest;  // the bits that tell a bin
@@ -40,131 +41,17 @@ bool has_values(Scheme scheme) { return scheme != Scheme::kTopKSign; }
 bool has_signs(Scheme scheme) { return scheme != Scheme::kTopK; }
 size_t head_bytes(Scheme scheme) { return kChecksumBytes + (has_values(scheme) ? 4 : 0) + (has_signs(scheme) ? 8 : 0); }
 
-// Elements that were selected, in order.
-class Selected {
- public:
-  void clear() { size_ = 0; }
-  size_t size() const { return size_; }
-  uint32_t index(size_t k) const { return indices_[k]; }
-  float value(size_t k) const { return values_[k]; }
-  const uint32_t* indices() const { return indices_.get(); }
-  const float* values() const { return values_.get(); }
-
-  // Room for so many more.
-  void grow(size_t more) {
-    ++more;  // for what is pushed, but not meant
-    if (size_ + more <= capacity_) return;
-    capacity_ = 2 * (size_ + more);
-    std::unique_ptr<uint32_t[]> indices(new uint32_t[capacity_]);
-    std::unique_ptr<float[]> values(new float[capacity_]);
-    std::copy(indices_.get(), indices_.get() + size_, indices.get());
-    std::copy(values_.get(), values_.get() + size_, values.get());
-    indices_ = std::move(indices);
-    values_ = std::move(values);
-  }
-
-  void push(size_t index, float value) { Writer(*this).push(index, value); }
-
-  // Writes behind what is there, in registers; what it has written counts when it goes.
-  class Writer {
-   public:
-    HVD_INLINE explicit Writer(Selected& selected)
-        : selected_(selected), indices_(selected.indices_.get()), values_(selected.values_.get()), size_(selected.size_) {}
-    HVD_INLINE ~Writer() { selected_.size_ = size_; }
-
-    HVD_INLINE void push(size_t index, float value, bool whether = true) {  // without a branch, which would be a coin's
-      indices_[size_] = static_cast<uint32_t>(index);
-      values_[size_] = value;
-      size_ += whether ? 1 : 0;
-    }
-
-   private:
-    Selected& selected_;
-    uint32_t* indices_;
-    float* values_;
-    size_t size_;
-  };
-
- private:
-  std::unique_ptr<uint32_t[]> indices_;
-  std::unique_ptr<float[]> values_;
-  size_t size_ = 0, capacity_ = 0;
-};
-
 // The memory of it, kept.
 struct Scratch {
   Selected values, signs;
+  Drawn drawn;
 };
 Scratch& scratch() {
   thread_local Scratch kept;
   kept.values.clear();
   kept.signs.clear();
+  kept.drawn.clear();
   return kept;
-}
-
-// Of 64 numbers from v on, of which `count` are there, those of at least that magnitude, as bits.
-HVD_INLINE uint64_t at_least(const float* v, size_t count, int32_t least) {
-  float padded[64];
-  if (count < 64) {
-    std::memset(padded, 0, sizeof(padded));
-    std::memcpy(padded, v, count * sizeof(float));
-    v = padded;
-  }
-  uint64_t hits = 0;
-  for (int q = 0; q < 64 / kLanes; ++q) {
-    hits |= lane_bits(magnitudes(load_vector<Floats>(v + q * kLanes)) >= least) << (q * kLanes);
-  }
-  return count < 64 ? hits & ((uint64_t{1} << count) - 1) : hits;
-}
-
-// Selects the numbers of at least that magnitude.
-HVD_SIMD void select_largest(const float* v, size_t count, size_t begin, int32_t least, Selected& selected) {
-  selected.grow(count);
-  Selected::Writer writer(selected);
-  for (size_t i = 0; i < count; i += 64) {
-    for (uint64_t hits = at_least(v + i, std::min<size_t>(64, count - i), least); hits; hits &= hits - 1) {
-      const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      writer.push(begin + at, v[at]);
-    }
-  }
-}
-
-// Draws numbers with probability |x| / level, and takes all of at least that magnitude. drawn: -1 or 0.
-HVD_SIMD void draw(const float* __restrict v, size_t count, float least, float level, Random random, uint32_t first,
-                   int32_t* __restrict drawn) {
-  const float sure = std::min(least, level);
-  for (size_t i = 0; i < count; ++i) {
-    const float magnitude = float_of(bits_of(v[i]) & ~kSign);
-    const auto threshold = static_cast<int32_t>(std::min(magnitude / level, 0x0.ffffffp0f) * 0x1p31f);
-    const auto number = static_cast<int32_t>(random(first + static_cast<uint32_t>(i)) >> 1);
-    drawn[i] = magnitude >= sure || number < threshold ? -1 : 0;
-  }
-}
-
-HVD_SIMD void select_drawn(const float* v, size_t count, size_t begin, float least, const int32_t* drawn, Scratch& out) {
-  out.values.grow(count);
-  out.signs.grow(count);
-  Selected::Writer values(out.values), signs(out.signs);
-  for (size_t i = 0; i < count; i += 64) {
-    uint64_t hits = 0;
-    for (int q = 0; q < 64 / kLanes; ++q) hits |= lane_bits(load_vector<Ints>(drawn + i + q * kLanes)) << (q * kLanes);
-    if (count - i < 64) hits &= (uint64_t{1} << (count - i)) - 1;
-    for (; hits; hits &= hits - 1) {
-      const size_t at = i + static_cast<size_t>(__builtin_ctzll(hits));
-      const bool large = float_of(bits_of(v[at]) & ~kSign) >= least;
-      values.push(begin + at, v[at], large);
-      signs.push(begin + at, v[at], !large);
-    }
-  }
-}
-
-// A bit for each, 1 where it is negative.
-HVD_SIMD void write_signs(const float* v, size_t count, uint8_t* out) {
-  for (size_t k = 0; k < count; k += kLanes) {
-    float rest[kLanes] = {};
-    if (count - k < kLanes) std::memcpy(rest, v + k, (count - k) * sizeof(float));
-    out[k / 8] = static_cast<uint8_t>(lane_bits(load_vector<Floats>(count - k < kLanes ? rest : v + k) < 0));
-  }
 }
 
 uint8_t* write_number(uint8_t* at, uint32_t number) {
@@ -172,22 +59,23 @@ uint8_t* write_number(uint8_t* at, uint32_t number) {
   return at + 4;
 }
 
-size_t write(Scheme scheme, size_t n, const Selected& values, const Selected& signs, float level, uint8_t* out) {
+template <class Signs>
+size_t write(Scheme scheme, size_t n, const Selected& values, Signs& signs, float level, uint8_t* out) {
   uint8_t* at = out + kChecksumBytes;
   if (has_values(scheme)) at = write_number(at, static_cast<uint32_t>(values.size()));
   if (has_signs(scheme)) at = write_number(write_number(at, static_cast<uint32_t>(signs.size())), bits_of(level));
   if (has_values(scheme)) {
     const IndexLayout layout(n, values.size());
-    layout.write(values.indices(), at);
+    values.write_indices(layout, at);
     at += layout.bytes();
     std::memcpy(at, values.values(), values.size() * sizeof(float));
     at += values.size() * sizeof(float);
   }
   if (has_signs(scheme)) {
     const IndexLayout layout(n, signs.size());
-    layout.write(signs.indices(), at);
+    signs.write_indices(layout, at);
     at += layout.bytes();
-    write_signs(signs.values(), signs.size(), at);
+    signs.write_signs(at);
     at += (signs.size() + 7) / 8;
   }
   seal(out, static_cast<size_t>(at - out));
@@ -311,9 +199,14 @@ class SparseScope final : public Scope {
       seal(out, encoded.bytes);
       return encoded;
     }
-    is_drawn() ? draw_from(part, seed, selected) : take_largest(part, has_values(scheme_) ? selected.values : selected.signs);
-    encoded.bytes = write(scheme_, part.n, selected.values, selected.signs, level_, out);
-    encoded.selected = static_cast<int64_t>(selected.values.size() + selected.signs.size());
+    if (is_drawn()) {
+      draw_from(part, seed, selected);
+      encoded.bytes = write(scheme_, part.n, selected.values, selected.drawn, level_, out);
+    } else {
+      take_largest(part, has_values(scheme_) ? selected.values : selected.signs);
+      encoded.bytes = write(scheme_, part.n, selected.values, selected.signs, level_, out);
+    }
+    encoded.selected = static_cast<int64_t>(selected.values.size() + selected.signs.size() + selected.drawn.size());
     if (part.residual != nullptr) encoded.residual_sq = subtract(part, selected);
     encoded.energy = part.energy;
     encoded.improvement = choice_.improvement;
@@ -455,14 +348,10 @@ class SparseScope final : public Scope {
 
   void draw_from(const Part& part, uint64_t seed, Scratch& selected) const {
     const Random random(seed, 0);
-    const float least = float_of(static_cast<uint32_t>(least_));
     float tile[kTile];
-    int32_t drawn[kTile];
     for (size_t begin = 0; begin < part.n; begin += kTile) {
       const size_t count = std::min(kTile, part.n - begin);
-      const float* v = sum_of(part, begin, count, tile);
-      draw(v, count, least, level_, random, static_cast<uint32_t>(begin), drawn);
-      select_drawn(v, count, begin, least, drawn, selected);
+      selected.drawn.draw(sum_of(part, begin, count, tile), count, begin, least_, level_, random, selected.values);
     }
   }
 
