@@ -16,7 +16,8 @@ namespace {
 
 constexpr double kRounding = 1 + 1e-12;  // of sums that should be whole multiples
 constexpr uint64_t kEach = 16;  // of up to so many numbers all are tried, of more
-constexpr uint64_t kSteps = 8;  // so many, evenly spaced
+constexpr uint64_t kStep = 32;  // each that is larger by this part of what is drawn
+constexpr uint64_t kPlateaus = 8;
 
 // Walks through the numbers of elements that can be the best, and keeps that one.
 class Chooser {
@@ -58,7 +59,7 @@ class Chooser {
         const bool signs = scheme_ == Scheme::kTopKSign;
         // A ratio of linear functions is largest at an end; only of a few numbers bytes that are not full decide.
         consider_range(
-            only > 0 ? only : above.count + 1, only > 0 ? only : last, 0,
+            only > 0 ? only : above.count + 1, only > 0 ? only : last, kNone,
             [&](uint64_t count) { return signs ? size_.of(0, count) : size_.of(count, 0); },
             [&](uint64_t count, double bytes) { consider_largest(count, bytes, above, bin); });
       }
@@ -98,7 +99,7 @@ class Chooser {
       const auto last = std::min(above.count + static_cast<uint64_t>(rest / bin.bound * kRounding), nonzero_);
       if (first <= last && (only == 0 || (first <= only && only <= last))) {
         consider_range(
-            only > 0 ? only : first, only > 0 ? only : last, kSteps,
+            only > 0 ? only : first, only > 0 ? only : last, above.count,
             [&](uint64_t count) { return size_.of(above.count, count - above.count); },
             [&](uint64_t count, double bytes) {
               Choice choice;
@@ -126,13 +127,14 @@ class Chooser {
   }
 
   // Calls consider(count, bytes) for numbers in [first, last], of which `bytes` tells the size: of a few for each, of more for
-  // the last, and so many before it.
+  // both ends; and where what is above `certain` is drawn, for some in between.
   template <class Bytes, class Consider>
-  void consider_range(uint64_t first, uint64_t last, uint64_t steps, Bytes bytes, Consider consider) {
-    if (last - first < kEach) steps = last - first;
-    for (uint64_t k = 1; k <= steps; ++k) {
-      const uint64_t count = last - (last - first) * k / steps;
+  void consider_range(uint64_t first, uint64_t last, uint64_t certain, Bytes bytes, Consider consider) {
+    const bool each = last - first < kEach;
+    for (uint64_t count = first; count < last;) {
       consider(count, bytes(count));
+      if (!each && certain == kNone) break;
+      count += each ? 1 : std::max<uint64_t>((count - certain) / kStep, 1);
     }
     consider(last, bytes(last));
     plateau_ends(first, last, bytes, [&](uint64_t count) { consider(count, bytes(count)); });
@@ -146,7 +148,7 @@ class Chooser {
     const auto packets = [&](uint64_t count) { return std::ceil(bytes(count) / cost_.packet_bytes); };
     const double least = packets(first), most = packets(last);
     for (double k = least; k < most; ++k) {
-      if (k == least + kSteps && most - kSteps > k) k = most - kSteps;
+      if (k == least + kPlateaus && most - kPlateaus > k) k = most - kPlateaus;
       uint64_t low = first, high = last;  // the last one that takes k packets
       while (high - low > 1) {
         const uint64_t middle = low + (high - low) / 2;
@@ -159,6 +161,8 @@ class Chooser {
   void consider(const Choice& choice) {
     if (best_.count == 0 || choice.improvement * best_.cost > best_.improvement * choice.cost) best_ = choice;
   }
+
+  static constexpr uint64_t kNone = ~uint64_t{0};
 
   Scheme scheme_;
   const std::vector<Magnitudes::Bin>& bins_;

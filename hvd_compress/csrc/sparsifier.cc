@@ -218,6 +218,7 @@ class SparseScope final : public Scope {
   static constexpr size_t kLarge = size_t{1} << 18;  // elements of which a sample is enough:
   static constexpr uint64_t kOneOf = 16;   // that part of each tile
   static constexpr size_t kAhead = 32;     // elements, in a residual that is not in the cache
+  static constexpr uint32_t kNonzero = 1;  // the magnitude bits of the smallest
   static constexpr double kMargin = 0.9;   // of the sample's threshold: what is not below is looked at
 
   struct Part {
@@ -263,18 +264,27 @@ class SparseScope final : public Scope {
   // Replaces a choice that a sample led to.
   void choose_exactly(const Step& step) {
     const std::vector<Magnitudes::Bin> estimated = magnitudes_->descending(largest_);
-    uint32_t edge = bits_of(static_cast<float>(std::min(kMargin * reach(), static_cast<double>(FLT_MAX)))) & kBin;
+    uint32_t edge = margin();
     for (bool again = false;; again = true) {
       const Pool<Magnitudes>::Handle exact = Pool<Magnitudes>::take();
       collect(edge, exact.get());
       std::vector<Magnitudes::Bin> bins = exact->descending(largest_);
       append_below(edge, estimated, bins);
       choice_ = choice_of(bins, step);
-      if (edge == 0 || reach() >= static_cast<double>(float_of(edge))) break;
-      edge = again ? 0 : bits_of(static_cast<float>(kMargin * reach())) & kBin;  // 0: everything
+      uint64_t all = 0;
+      for (const auto& bin : bins) all += bin.count;
+      const bool is_known = edge == kNonzero ? reach() > 0 : reach() >= static_cast<double>(float_of(edge)) && choice_.count < all;
+      if (edge == 0 || is_known) break;
+      edge = edge == kNonzero ? 0 : again || choice_.count >= all ? kNonzero : margin();
     }
     choice_.total_sq = 0;
     for (const auto& [_, part] : parts_) choice_.total_sq += part.finite ? part.energy : 0;
+  }
+
+  // From where on magnitudes are worth being looked at, for all that is known; 0: all.
+  uint32_t margin() const {
+    if (reach() == 0) return 0;
+    return std::max(bits_of(static_cast<float>(std::min(kMargin * reach(), static_cast<double>(FLT_MAX)))) & kBin, kNonzero);
   }
 
   // Adds what is estimated of the magnitudes below; where their sum matters, so that it is right.

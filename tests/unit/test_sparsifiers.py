@@ -194,6 +194,51 @@ def test_the_choice_is_nearly_the_best_of_large_ones(scheme, kind, n, seeds):
     assert not {cost: ratio for cost, ratio in worst.items() if ratio < 0.99}
 
 
+# Of which a sample of a sixteenth tells little, or something wrong.
+HARD = {
+    "cauchy": lambda rng, n: rng.standard_t(1, n),
+    "sorted": lambda rng, n: np.sort(rng.normal(size=n)),
+    "few": lambda rng, n: rng.normal(size=n) * (rng.random(n) < 20 / n),
+    "one": lambda rng, n: np.eye(1, n, 12_345)[0],
+    "rows": lambda rng, n: rng.normal(size=n) * (np.arange(n) // 1024 % 97 == 3),
+    "constant": lambda rng, n: np.full(n, -0.3),
+    "two magnitudes": lambda rng, n: np.where(rng.random(n) < 0.01, 1, 2**-7),
+    "outlier": lambda rng, n: np.where(np.arange(n) == 777, 1e6, rng.normal(size=n)),
+}
+
+
+@pytest.mark.parametrize("kind", HARD)
+@every_scheme
+def test_a_sample_does_not_mislead(scheme, kind):
+    """What is chosen of a vector of which a sample is looked at first; and that its choice is what is sent."""
+    g = HARD[kind](np.random.default_rng(1), 300_000).astype(np.float32)
+    improvement, size, worst = cat.IMPROVEMENT[scheme](g), cat.expected_bytes(g, scheme), {}
+    for cost in COSTS:
+        result = encode(codec_of(scheme, cost), g)
+        T, objective = chosen(scheme, g, result), improvement / COSTS[cost](size)
+        worst[cost] = round(float(objective[T - 1] / np.nanmax(objective)), 5)
+        if scheme != "stochastic" and (scheme, kind) != ("topk", "constant"):
+            check_sent(scheme, g, result, T)
+        elif scheme == "stochastic" and head(scheme, result.payload)[2] > 0:
+            level, decoded = np.float32(head(scheme, result.payload)[2]), decode(codec_of(scheme, cost), result.payload, g.size)
+            assert ((decoded == g) | ((np.abs(g) <= level) & np.isin(np.abs(decoded), [0, level]))).all()
+    assert not {cost: ratio for cost, ratio in worst.items() if ratio < 0.99}
+
+
+@pytest.mark.parametrize("fraction", [1e-5, 0.001, 0.1, 1])
+@pytest.mark.parametrize("kind", [*HARD, "normal"])
+def test_topk_of_large_ones_is_exact(kind, fraction):
+    g = (HARD | DRAW)[kind](np.random.default_rng(2), 300_000).astype(np.float32)
+    result = encode(parse(f"topk:fraction={fraction}"), g)
+    expected = top(g, fraction)
+    if kind == "constant" or kind == "two magnitudes":  # of equal ones any may be taken
+        assert result.encoded.selected == np.count_nonzero(expected)
+        assert np.array_equal(np.sort(decode(parse("topk"), result.payload, g.size)), np.sort(expected))
+    else:
+        assert np.array_equal(decode(parse("topk"), result.payload, g.size), expected)
+    assert result.encoded.residual_norm == pytest.approx(np.linalg.norm((g - expected).astype(float)), rel=1e-4)
+
+
 @pytest.mark.parametrize("zeros", [0, 20_000])
 def test_not_unimodal(zeros):
     """One element is better than two, as the paper counts bits, and 4097 are the best."""
