@@ -48,8 +48,9 @@ class AutoQuantizer final : public Codec {
 
   size_t cut(const uint8_t* payload, size_t bytes, size_t n, size_t begin, size_t end, size_t& cursor,
              uint8_t* out) const override {
+    const Codec& codec = of(payload, bytes);  // which checks that there is a head
     std::memmove(out, payload, kHead);
-    return kHead + of(payload, bytes).cut(payload + kHead, bytes - kHead, n, begin, end, cursor, out + kHead);
+    return kHead + codec.cut(payload + kHead, bytes - kHead, n, begin, end, cursor, out + kHead);
   }
 
  private:
