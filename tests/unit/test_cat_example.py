@@ -10,12 +10,15 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cat_logistic_regression.py"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+MODELS = {"logistic": [], "cnn": ["--samples", "60"]}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def rows(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("cat") / "rows.json"
     plot = path.with_suffix(".png")
-    command = [sys.executable, str(EXAMPLE), "--dense-steps", "30", "--json", str(path), "--plot", str(plot)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    options = ["--model", request.param, *MODELS[request.param], "--dense-steps", "30", "--json", str(path)]
+    subprocess.run([sys.executable, str(EXAMPLE), *options, "--plot", str(plot)], check=True, capture_output=True, timeout=900)
     assert plot.stat().st_size > 10_000
     return {(row["scheme"], row["cost"].split(",")[0]): row for row in json.loads(path.read_text())}
 

@@ -63,7 +63,7 @@ def test_fit_with_horovods_callbacks(spec, ranks):
     assert equal.batches == 32
     assert history[-1] < 0.9 * history[0]
     assert compression.stats.steps == 32
-    if spec in COMPRESSED:
+    if spec in COMPRESSED and spec != "cat":  # which sends more the longer a message takes by itself
         assert compression.stats.total.ratio > 1.5 * 2 / ranks  # payloads are gathered, dense gradients go round a ring
 
 
