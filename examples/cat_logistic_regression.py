@@ -188,7 +188,8 @@ class Simulation:
                 losses.append(loss)
                 left = np.empty_like(gradient)
                 buffers = (Vector.of(residuals[rank]), Vector.of(left)) if codec.has_residual else (None, None)
-                seed, measured = step * self.ranks + rank, Measured(explore=fraction)
+                part = fraction**4 if codec.scheme == "stochastic" else fraction  # see Measured
+                seed, measured = step * self.ranks + rank, Measured(explore=part)
                 encoded = codec.encode(Vector.of(gradient), *buffers, seed, Vector.of(room), None, measured)
                 residuals[rank] = left
                 weight = self.problem.lr * (encoded.improvement if codec.scheme == "stochastic" else 1) / self.ranks

@@ -55,7 +55,8 @@ class Measured(NamedTuple):
     Attributes:
         latency: Seconds that an exchange takes, whatever its size.
         seconds_per_byte: More for each byte of a payload.
-        explore: Over 0: this part of the elements is sent, and nothing is chosen, so that several sizes can be measured.
+        explore: Over 0: this part of the elements is sent, and nothing is chosen, so that several sizes can be measured; of a
+            scheme that keeps no residual its fourth root, since what such a scheme does not send is noise.
     """
 
     latency: float = 1e-3

@@ -37,6 +37,7 @@ class AutoQuantizer final : public Codec {
     Encoded encoded = of_bits_[bits]->encode(grad, residual_in, residual_out, n, step, out + kHead);
     encoded.bytes += kHead;
     encoded.improvement = improvement;
+    if (!encoded.finite) encoded.energy = 0;  // or it would be NaN in every sum
     return encoded;
   }
 
@@ -80,7 +81,9 @@ class AutoQuantizer final : public Codec {
 
   Choice choose(const Gradient& grad, const float* residual, size_t n, const Step& step) const {
     if (step.explore > 0 && cost_.kind == CostKind::kMeasured) {
-      return {step.explore > 0.05 ? kMost : step.explore > 0.005 ? 4 : step.explore > 0.0005 ? 3 : kLeast, 0};
+      const int least = feedback_ ? kLeast : 5;  // what fewer bits make of a gradient may be several times as long
+      const int more = step.explore > 0.05 ? kMost : step.explore > 0.005 ? 2 : step.explore > 0.0005 ? 1 : 0;
+      return {std::min(least + more, kMost), 0};
     }
     const Sample sample = look_at(grad, residual, n);
     if (!(sample.energy > 0)) return {kLeast, 0};

@@ -34,6 +34,9 @@ struct Step {
   uint64_t seed = 0;          // makes the randomness: the same seed, the same bytes
   double latency = 1e-3, seconds_per_byte = 8e-9;  // of an exchange, as measured
   double explore = 0;         // over 0: nothing is chosen, but this part sent, so that times of several sizes can be measured
+
+  // Of a codec that keeps no residual, and makes what it sends larger for what it does not.
+  double explore_unbiased() const { return std::sqrt(std::sqrt(explore)); }
 };
 
 // What sending a payload costs, for codecs that choose how much to send: see `Cost::of`. The Python dataclass documents it.

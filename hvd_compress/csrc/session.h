@@ -22,7 +22,7 @@
 namespace hvd_compress {
 
 // Changes whenever this file or one that it includes does: both libraries must have been built of the same.
-constexpr int64_t kSessionVersion = 8;
+constexpr int64_t kSessionVersion = 9;
 
 // What an op needs to encode a member.
 struct Task {

@@ -250,7 +250,8 @@ class SparseScope final : public Scope {
   Choice choice_of(const std::vector<Magnitudes::Bin>& bins, const Step& step) const {
     const PayloadSize size(n_, parts_.size(), head_bytes(scheme_));
     const CostModel cost = cost_.measured(step);
-    const double fraction = fraction_ == 0 && cost.kind == CostKind::kMeasured ? step.explore : fraction_;
+    const double explored = scheme_ == Scheme::kStochastic ? step.explore_unbiased() : step.explore;
+    const double fraction = fraction_ == 0 && cost.kind == CostKind::kMeasured ? explored : fraction_;
     if (fraction == 0) return hvd_compress::choose(scheme_, bins, size, cost);
     return choose_count(scheme_, bins, size, cost, static_cast<uint64_t>(std::llround(fraction * static_cast<double>(n_))));
   }

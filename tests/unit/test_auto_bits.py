@@ -108,7 +108,7 @@ def test_what_is_measured_decides():
         codec.encode(Vector.of(v), None, None, 0, Vector.of(out), None, measured)
         bits.append(int(out[0]))
     assert bits[0] < bits[1]
-    assert bits[1:] == [8, 8, 2]
+    assert bits[1:] == [8, 8, 5]
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])

@@ -273,9 +273,22 @@ def test_measured_is_time_with_the_numbers_given(scheme):
         assert encoded == expected.encoded
         assert out[: encoded.bytes].tobytes() == expected.payload.tobytes()
     # To explore, a part of the elements is sent whatever it costs.
-    encoded = codec.encode(Vector.of(g), None, None, 0, Vector.of(out), measured=Measured(1e-6, 1e-8, explore=0.1))
-    deviation = 0 if scheme != "stochastic" else 5 * 3000**0.5
-    assert encoded.selected == pytest.approx(3000, abs=deviation)
+    encoded = codec.encode(Vector.of(g), None, None, 0, Vector.of(out), measured=Measured(1e-6, 1e-8, explore=0.0001))
+    expected = 3 if scheme != "stochastic" else 3000
+    assert encoded.selected == pytest.approx(expected, abs=0 if scheme != "stochastic" else 5 * expected**0.5)
+
+
+def test_to_explore_does_no_harm_where_no_residual_is_kept():
+    """The gradient that is made of what is sent is never much longer than the gradient."""
+    g = draw("normal", 30_000)
+    for spec in ("cat:scheme=stochastic", "nuqsgd:bits=auto", "qsgd:bits=auto"):
+        codec, sizes = parse(spec), set()
+        out = np.empty(codec.max_payload(g.size), np.uint8)
+        for explore in (0.01, 0.001, 0.1, 0.0001):
+            encoded = codec.encode(Vector.of(g), None, None, 0, Vector.of(out), measured=Measured(explore=explore))
+            assert np.linalg.norm(decode(codec, out[: encoded.bytes], g.size)) <= 2.6 * np.linalg.norm(g)
+            sizes.add(encoded.bytes)
+        assert len(sizes) >= 3 and max(sizes) > 1.5 * min(sizes)
 
 
 # --- what it does to a step
