@@ -27,7 +27,13 @@ class algorithm:  # used as a decorator, like classmethod
             arguments = ", ".join(filter(None, ["spec" if name == "from_spec" else "", owner.call]))
             raise TypeError(f"Compression.{name} was not called: pass Compression.{name}({arguments})")
 
-        bound = functools.update_wrapper(functools.partial(self._function, owner), self._function)
+        @functools.wraps(self._function)
+        def bound(*parameters: Any, **options: Any) -> Any:
+            return self._function(owner, *parameters, **options)
+
+        signature = inspect.signature(self._function)
+        of_call = list(signature.parameters.values())[1:]
+        bound.__signature__ = signature.replace(parameters=of_call)  # type: ignore[attr-defined]
         bound.compress = compress  # type: ignore[attr-defined]
         return bound
 
@@ -70,6 +76,8 @@ class Algorithms(metaclass=_Namespace):
     def make(cls, codec: str | Codec, *parameters: Any, **options: Any) -> Any:
         """The compression of a codec."""
         codec = parse(codec)
+        if cls.call and not parameters and "named_parameters" not in options:
+            raise TypeError(f"{codec.name} needs parameters: pass Compression.{codec.name}({cls.call})")
         if parameters and not cls.call:
             raise TypeError("in TensorFlow a compression is made without the variables: it finds them; options go by keyword")
         of_compressor = inspect.signature(cls.compressor).parameters
@@ -168,10 +176,19 @@ class Algorithms(metaclass=_Namespace):
         cls,
         *parameters: Any,
         scheme: str = "topk",
+        cost: str = "measured",
+        c0: float | None = None,
+        c1: float | None = None,
+        pmax: int | None = None,
+        latency: float | None = None,
+        bandwidth: float | None = None,
         scope: str = "bucket",
         error_feedback: bool | None = None,
         **options: Any,
     ) -> Any:
-        """CAT, see `hvd_compress.codecs.CAT`: how much is sent is chosen at every step, by improvement over cost."""
-        codec = make("cat", scheme=scheme, scope=scope, error_feedback=error_feedback, **_cost_of(options))
+        """CAT, see `hvd_compress.codecs.CAT`: how much is sent is chosen at every step, by improvement over cost. The options
+        of the cost are those of `hvd_compress.codecs.cost.Costed`.
+        """  # noqa: D205
+        of_cost = {"cost": cost, "c0": c0, "c1": c1, "pmax": pmax, "latency": latency, "bandwidth": bandwidth}
+        codec = make("cat", scheme=scheme, scope=scope, error_feedback=error_feedback, **of_cost)
         return cls.make(codec, *parameters, **options)

@@ -39,6 +39,11 @@ class Members:
         self.process_set = process_set
 
     @property
+    def network(self) -> str:
+        """Names what its messages travel on, for a `Meter`."""
+        return f"process set {self.process_set.process_set_id or 0}"
+
+    @property
     def size(self) -> int:
         """Number of ranks in the process set; 0 where this process is none of them."""
         return int(self.process_set.size()) if self.process_set.included() else 0

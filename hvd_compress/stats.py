@@ -149,7 +149,7 @@ class Network(NamedTuple):
 
     Attributes:
         latency: Seconds.
-        bandwidth: Bytes a second.
+        bandwidth: Bytes a second; infinite where larger messages took no longer.
     """
 
     latency: float
@@ -159,7 +159,9 @@ class Network(NamedTuple):
     def of(cls, meter: _kernels.Meter) -> Network | None:
         """The fit of a meter, if it has one."""
         fit = meter.step()
-        return cls(fit.latency, 1 / fit.seconds_per_byte) if meter.is_fitted else None
+        if not meter.is_fitted:
+            return None
+        return cls(fit.latency, math.inf if fit.seconds_per_byte <= meter.FASTEST else 1 / fit.seconds_per_byte)
 
 
 class Stats:

@@ -58,9 +58,10 @@ class Costed(Codec):
             if self.cost != of:
                 if value is not None:
                     raise ValueError(f"{self.name}: {option}={value!r} belongs to cost='{of}', and cost is {self.cost!r}")
+            elif value is None:
+                raise ValueError(f"{self.name}: cost='time' needs a latency in seconds and a bandwidth in bytes a second")
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < math.inf:
-                allowed = "above 0" if option == "bandwidth" else f"from {low} on"
-                raise self._refuse(option, f"a number {allowed}, and cost='{of}' needs it")
+                raise self._refuse(option, "a finite number " + ("above 0" if option == "bandwidth" else f"from {low} on"))
             elif option == "pmax":
                 self._check_integer("pmax", 1, 2**40)
             else:

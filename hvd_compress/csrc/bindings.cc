@@ -184,7 +184,8 @@ PYBIND11_MODULE(_kernels, m) {
       .def_readonly("seconds_per_byte", &Step::seconds_per_byte)
       .def_readonly("explore", &Step::explore);
   py::class_<Meter>(m, "Meter")
-      .def(py::init())
+      .def(py::init<std::string>(), py::arg("network") = "")
+      .def_property_readonly_static("FASTEST", [](const py::object&) { return Meter::kFastest; })
       .def("said", &Meter::said)
       .def("sent", &Meter::sent)
       .def("finish_round", &Meter::finish_round)

@@ -244,8 +244,9 @@ float SessionState::seconds(int64_t group, int64_t bucket) {
   return groups_.at(group).seconds[bucket];
 }
 
-void SessionState::measure() {
+void SessionState::measure(const std::string& network) {
   const std::lock_guard lock(mutex_);
+  if (!measures_) meter_ = Meter(network);
   measures_ = true;
 }
 

@@ -56,8 +56,8 @@ class SessionState final : public Session {
   };
   Stats stats();
 
-  // Codecs ask what sending costs: it is measured from now on.
-  void measure();
+  // Codecs ask what sending costs on that network: it is measured from now on.
+  void measure(const std::string& network);
   Meter meter();
 
   Task arrive(int64_t group, int64_t member, const std::string& variable) override;

@@ -42,10 +42,10 @@ class Group:
         self._numbers: list[int] = []  # the session's, one for each time that one graph has the group
         self._times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def set_policy(self, policy: Policy, session: _kernels.Session) -> list[str]:
+    def set_policy(self, policy: Policy, session: _kernels.Session, exchange: Exchange) -> list[str]:
         """Takes other codecs; returns the names of the parameters that cannot, since Horovod's allreduce carries them."""
         self.plan = self._make_plan(policy)
-        self._measure(session)
+        self._measure(session, exchange)
         for number in self._numbers:
             session.set_digest(number, self.plan.digest)
         refused = []
@@ -66,7 +66,7 @@ class Group:
         time = self._times.get(graph, 0)
         self._times[graph] = time + 1
         while len(self._numbers) <= time:
-            self._numbers.append(self._add_to(session))
+            self._numbers.append(self._add_to(session, exchange))
         common = {"session": session_number, "group": self._numbers[time]}
         name = f"{self._index}" + (f".{time}" if time else "")
         with _beside(grads[0]):
@@ -116,17 +116,17 @@ class Group:
                     )
         return traced
 
-    def _add_to(self, session: _kernels.Session) -> int:
+    def _add_to(self, session: _kernels.Session, exchange: Exchange) -> int:
         number = session.add_group([slot.segment for slot in self.slots], self.plan.digest)
-        self._measure(session)
+        self._measure(session, exchange)
         for bucket in self._buckets:
             if bucket.scattered:
                 session.add_scattered_bucket(number, bucket.number, bucket.sizes)
         return number
 
-    def _measure(self, session: _kernels.Session) -> None:
+    def _measure(self, session: _kernels.Session, exchange: Exchange) -> None:
         if any(segment.codec.is_measured for segment in self.plan.segments):
-            session.measure()
+            session.measure(exchange.network)
 
     def _exchanged(
         self,

@@ -111,7 +111,7 @@ class Tracer:
 
     def set_policy(self, policy: Policy) -> None:
         """Goes on with other codecs, in the graphs that are traced already too."""
-        refused = [name for group in self._groups.values() for name in group.set_policy(policy, self._session)]
+        refused = [name for group in self._groups.values() for name in group.set_policy(policy, self._session, self._exchange)]
         self.policy = policy
         if refused:
             self._warn(

@@ -427,7 +427,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             )
             for i, bucket in enumerate(self._plan.buckets)
         ]
-        self._meter = _kernels.Meter() if any(s.codec.is_measured for s in self._plan.segments) else None
+        self._meter = _kernels.Meter(self._exchange.network) if any(s.codec.is_measured for s in self._plan.segments) else None
         self._measured = ASSUMED if self._meter is None else Measured.of(self._meter)
         self._announced: Pending | None = None
         self._agreed = False

@@ -143,7 +143,9 @@ def test_errors():
     for spec, text in {
         "qsgd:bits=4,cost=bits": "cost='bits' belongs to a codec that chooses how much to send",
         "qsgd:bits=any": r"bits='any' is not allowed; allowed is a whole number from 2 to 8 or 'auto'",
-        "qsgd:bits=auto,cost=time,latency=1": "bandwidth=None is not allowed",
+        "qsgd:bits=auto,cost=time,latency=1": "cost='time' needs a latency in seconds and a bandwidth in bytes a second",
+        "qsgd:bits=auto,cost=time,latency=1,bandwidth=inf": "bandwidth=inf is not allowed; allowed is a finite number above 0",
+        "qsgd:bits=auto,cost=packets,c0=-1": "c0=-1 is not allowed; allowed is a finite number from 0 on",
         "qsgd:bits=auto,cost=money": "cost='money' is not allowed",
     }.items():
         with pytest.raises(ValueError, match=text):

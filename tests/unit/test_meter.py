@@ -1,6 +1,7 @@
 """What an exchange costs, fitted to the times that it took."""
 
 import itertools
+import math
 
 import pytest
 
@@ -17,8 +18,8 @@ def round_of(meter, size, seconds, exchange=0):
     meter.finish_round()
 
 
-def measured(took, rounds=24, sizes=SIZES):
-    meter, before = Meter(), None
+def measured(took, rounds=24, sizes=SIZES, network=""):
+    meter, before = Meter(network), None
     for size in itertools.islice(itertools.cycle(sizes), rounds):
         round_of(meter, size, [0.0, 0.0] if before is None else took(before))
         before = size
@@ -72,7 +73,7 @@ def test_one_size_alone_cannot_be_fitted():
 def test_times_that_fall_with_the_size_have_a_cost_that_is_none():
     network = Network.of(measured(lambda size: [1e-3 - size * 1e-11]))
     assert network.latency > 0
-    assert network.bandwidth > 1e11
+    assert network.bandwidth == math.inf
 
 
 def test_the_order_within_a_round_does_not_matter():
@@ -98,3 +99,16 @@ def test_sizes_are_explored_at_first_and_now_and_then():
         round_of(meter, 10, [])
     assert [i for i, _ in explored] == [*range(8), *range(1000, 1004), *range(2000, 2004)]
     assert [fraction for _, fraction in explored] == [0.01, 0.001, 0.1, 0.0001] * 4
+
+
+def test_who_cannot_measure_takes_the_fit_of_another():
+    fitted = measured(lambda size: [2e-3 + size / 1e8], network="here")
+    others = [Meter(network) for network in ("here", "elsewhere", "")]
+    for rounds in range(1, 10):
+        for meter in others:
+            round_of(meter, 1e4, [0.0])
+        assert [Network.of(meter) for meter in others] == [Network.of(fitted) if rounds >= 8 else None, None, None]
+    measured(lambda size: [4e-3 + size / 1e7], network="here")
+    round_of(others[0], 1e4, [0.0])
+    assert Network.of(others[0]) == (pytest.approx(4e-3, rel=1e-4), pytest.approx(1e7, rel=1e-4))
+    assert Network.of(fitted) == (pytest.approx(2e-3, rel=1e-4), pytest.approx(1e8, rel=1e-4))

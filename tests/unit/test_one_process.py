@@ -1,12 +1,15 @@
 """With one process nothing is compressed, and training is what it would be without us."""
 
 import copy
+import dataclasses
+import inspect
 
 import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch.compression import Compressor
 
+from hvd_compress.codecs.cost import Costed
 from hvd_compress.torch import Compression
 from hvd_compress.torch.exchange import StandIn
 
@@ -105,6 +108,8 @@ def test_bad_parameters():
         Compression.adacomp(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="named_parameters is empty"):
         Compression.adacomp([])
+    with pytest.raises(TypeError, match=r"cat needs parameters: pass Compression\.cat\(model\.named_parameters\(\)\)"):
+        Compression.cat(cost="bits")
     with pytest.raises(TypeError, match="needs parameters"):
         Compression.from_spec("adacomp")
     with pytest.raises(ValueError, match="has no option 'seed'"):
@@ -150,3 +155,11 @@ def test_stand_in_tells_that_a_rank_has_another_plan(size, digest):
     for own in (12345, digest):
         assert StandIn.read(stand_ins.mean(0), size, own) == (1, False)
         assert StandIn.read(stand_ins.sum(0), size, own) == (size, False)
+
+
+def test_help_tells_the_options():
+    signature = inspect.signature(Compression.cat)
+    costs = [field.name for field in dataclasses.fields(Costed)]
+    assert [name for name in signature.parameters if name in costs] == costs
+    assert "cls" not in signature.parameters
+    assert Compression.cat.__doc__.startswith("CAT")

@@ -1,5 +1,7 @@
 """CAT: one choice for all that travels together, and what sending costs, measured alike on every rank."""
 
+import time
+
 import horovod.torch as hvd
 import pytest
 import torch
@@ -73,6 +75,23 @@ def test_all_ranks_measure_the_same_network(scheme):
     assert gather(network) == [network] * len(gather(network))
     assert 1e-6 <= network.latency < 10
     assert network.bandwidth > 1e3
+
+
+def test_two_compressions_in_one_backward_have_a_fit():
+    """When the second one is asked for its results they have come, so it cannot tell how long they took."""
+    models = {name: Vectors(**{name: (200, 300)}) for name in ("first", "second")}
+    pairs = {name: distributed(model, "cat") for name, model in models.items()}
+    for number in range(12):
+        for name, model in models.items():
+            pairs[name][0].zero_grad()
+            model.backward(**{name: random(200, 300, step=number)})
+        for optimizer, _ in pairs.values():
+            optimizer.step()
+            time.sleep(0.02)  # the second's results are there
+    for _, compression in pairs.values():
+        network = compression.stats.network
+        assert network is not None
+        assert gather(network) == [network] * hvd.size()
 
 
 def test_stats_tell_the_choice():
