@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -199,6 +200,15 @@ class Plan:
         """64 bits that two plans share only if their descriptions, the order of parameters included, are equal."""
         text = json.dumps(self.description).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def bucket_name(index: int, segments: Sequence[Segment] = ()) -> str:
+    """What the message of a bucket is called, for people: by its first and last parameter, where they have one name on all
+    ranks.
+    """  # noqa: D205
+    names = [segment.parameter.name for segment in segments]
+    name = f"bucket.{index}" + (f":{names[0]}" if names else "") + (f"..{names[-1]}" if len(names) > 1 else "")
+    return re.sub(r'[\x00-\x1f"\\]', "_", name)  # Horovod writes it into JSON as it is
 
 
 def compare_announcements(data: np.ndarray, ranks: int) -> None:

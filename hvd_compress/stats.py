@@ -180,6 +180,12 @@ class Stats:
         self.step = Record()
         self.total = Record()
 
+    def summary(self) -> str:
+        """The last step in one short line, as for tqdm's `set_postfix_str`."""
+        step = self.step
+        times = f"encode {step.encode_s * 1e3:.1f} ms, wait {step.wait_s * 1e3:.1f} ms, decode {step.decode_s * 1e3:.1f} ms"
+        return f"{step.ratio:.1f}x fewer bytes, {size_text(step.bytes_sent)} sent, {times}"
+
     def __repr__(self) -> str:
         """How many steps, and what they sent."""
         return f"<Stats of {self.steps} steps: {self.total.bytes_sent:.0f} bytes sent, ratio {self.total.ratio:.1f}>"
@@ -202,6 +208,12 @@ class Stats:
         self.total.add(step, later=True)
         self.step = step
         self.steps += 1
+
+
+def size_text(count: float) -> str:
+    """Bytes, with a unit."""
+    unit = min(int(math.log10(count) / 3), 4) if count >= 1 else 0
+    return f"{count / 1000**unit:.{2 if unit else 0}f} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
 def _ring(ranks: int) -> float:

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-CARD, RATE = "HVD_COMPRESS_BENCH_CARD", "HVD_COMPRESS_BENCH_RATE"
-"""Environment variables of the processes: the name of the host's card, and its rate."""
+from hvd_compress.bench.network import CARD, RATE
+
 _NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname", "mpirun": "Open MPI"}
 
 _AGENT = """#!/bin/sh

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hvd_compress.bench.cluster import CARD, RATE
+from hvd_compress.bench.network import CARD, bytes_of_card, rate_of_cards
 from hvd_compress.codecs import parse
 from hvd_compress.options import check_bucket_bytes, check_exchange
 
@@ -92,16 +92,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"exchange: {error}") from None
 
 
-def bytes_of_card(name: str | None) -> int:
-    """What a network card has sent so far; 0 where none is given."""
-    if not name:
-        return 0
-    try:
-        return int(Path("/sys/class/net", name, "statistics", "tx_bytes").read_text())
-    except OSError:
-        raise SystemExit(f"--card {name}: there is no such network card") from None
-
-
 def _reduce(name: str, parameters: list[torch.nn.Parameter], compression: Any) -> None:
     """What Horovod's optimizer does."""
     import horovod.torch as hvd
@@ -125,7 +115,7 @@ def _row(
         "codec": name,
         "exchange": "/".join(sorted(record.exchanges)) if record else "allreduce",
         "hosts": hosts,
-        "rate": os.environ.get(RATE) or None,
+        "rate": rate_of_cards(),
         "elements": arguments.elements,
         "step_s": step,
         "encode_s": record.encode_s if record else 0.0,

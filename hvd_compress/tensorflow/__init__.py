@@ -16,14 +16,19 @@ from hvd_compress.tensorflow.compressor import CodecCompressor
 
 if TYPE_CHECKING:
     from hvd_compress.tensorflow.apmsqueeze import APMSqueeze
+    from hvd_compress.tensorflow.tensorboard import TensorBoardStats
 
-__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError"]
+__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError", "TensorBoardStats"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `APMSqueeze` when it is asked for: it needs a Keras, which nothing else here does."""
+    """Imports what needs a Keras when it is asked for: nothing else here does."""
     if name == "APMSqueeze":
         from hvd_compress.tensorflow.apmsqueeze import APMSqueeze
 
         return APMSqueeze
+    if name == "TensorBoardStats":
+        from hvd_compress.tensorflow.tensorboard import TensorBoardStats
+
+        return TensorBoardStats
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

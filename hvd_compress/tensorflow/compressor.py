@@ -24,6 +24,7 @@ from hvd_compress.codecs import Codec, parse
 from hvd_compress.exchange import AUTO
 from hvd_compress.options import BUCKET_BYTES, check_bucket_bytes, check_exchange, check_name, check_seed
 from hvd_compress.plan import Plan, Policy
+from hvd_compress.report import report
 from hvd_compress.stats import Counters, Network, Stats
 from hvd_compress.tensorflow import ops
 from hvd_compress.tensorflow.exchange import Exchange
@@ -210,6 +211,14 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
             {name: Counters.of_session(total[segment], ranks) for segment, name in names.items() if total[segment].rounds},
             Network.of(self._session.meter),
         )
+
+    def report(self) -> str:
+        """A table for people: of each variable its codec, what was sent in a step and what is left.
+
+        "sent in" is its message's name in Horovod's timeline, without the compression's.
+        """
+        lines = {line.name: line for group in self._tracer.groups for line in group.lines()}
+        return report(lines.values(), self.stats)
 
     def set_codec(self, codec: str | Codec, overrides: Mapping[str, str | Codec] | None = None) -> None:
         """Goes on with another codec from the next step; on every rank alike.

@@ -14,7 +14,8 @@ import tensorflow as tf
 from hvd_compress import _kernels
 from hvd_compress.codecs import Codec
 from hvd_compress.exchange import SCATTER_GATHER
-from hvd_compress.plan import Plan, Policy
+from hvd_compress.plan import Plan, Policy, bucket_name
+from hvd_compress.report import Line
 from hvd_compress.tensorflow import ops
 from hvd_compress.tensorflow.exchange import Exchange
 from hvd_compress.tensorflow.gradients import Gradients, loss_scale
@@ -56,6 +57,11 @@ class Group:
             elif segment.codec.allreduce_dtype is None:
                 refused.append(segment.parameter.name)
         return refused
+
+    def lines(self) -> list[Line]:
+        """Of the compression's report."""
+        names = ["" if s.bucket is None else f"{self._index}.{bucket_name(s.bucket)}" for s in self.plan.segments]
+        return [Line(slot.label, s, name) for slot, s, name in zip(self.slots, self.plan.segments, names, strict=True)]
 
     def trace(self, found: Gradients, session_number: int, exchange: Exchange, scaler: Any, stage_of: StageOf) -> Traced:
         """Adds to the graph what comes before Horovod's own allreduces."""
@@ -141,7 +147,7 @@ class Group:
         slots = [self.slots[member] for member in bucket.members]
         residual = slots[0].residual.handle
         common = {"bucket": bucket.number, **common}
-        name = f"{name}.bucket.{bucket.number}"
+        name = f"{name}.{bucket_name(bucket.number)}"
         library = ops.library()
         message = library.hvd_compress_pack(residual=residual, messages=messages, scattered=bucket.scattered, **common)
         if bucket.scattered:

@@ -71,6 +71,11 @@ class Tracer:
         self._restored: dict[str, list[Any]] = {}
 
     @property
+    def groups(self) -> list[Group]:
+        """Of variables whose gradients are reduced together."""
+        return list(self._groups.values())
+
+    @property
     def plans(self) -> list[Plan]:
         """One for each set of gradients that are reduced together."""
         return [group.plan for group in self._groups.values()]

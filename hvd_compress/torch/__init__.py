@@ -12,5 +12,6 @@ from hvd_compress.plan import MismatchError
 from hvd_compress.torch.apmsqueeze import APMSqueeze
 from hvd_compress.torch.compression import Compression
 from hvd_compress.torch.compressor import CodecCompressor
+from hvd_compress.torch.tensorboard import TensorBoardStats
 
-__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError"]
+__all__ = ["APMSqueeze", "CodecCompressor", "Compression", "MismatchError", "TensorBoardStats"]

@@ -24,10 +24,12 @@ class Bucket:
 
     Attributes:
         index: Its number in the plan.
+        name: Of its message, in Horovod's timeline.
         seconds: That the last message took, late or not; told to the other ranks in the next one.
 
     Args:
         index: The same.
+        name: The same. Every rank must have it, also one whose plan alone has changed: it must still meet the others.
         slots: Of its segments, in the plan's order.
         exchange: Of the compression.
         digest: Of the plan.
@@ -38,13 +40,14 @@ class Bucket:
     def __init__(
         self,
         index: int,
+        name: str,
         slots: list[Slot],
         exchange: Exchange,
         digest: int,
         scratch: Scratch,
         seed: Callable[[int, int], int],
     ) -> None:
-        self.index = index
+        self.index, self.name = index, name
         self._exchange = exchange
         self._digest = digest
         self._segments = len(slots)
@@ -90,8 +93,7 @@ class Bucket:
         if round.repeat:
             writer.flags |= Flags.REPEAT
         length = writer.finish(self._digest, round.step)
-        # Only a second message has another name: a rank whose plan alone has changed must still meet the others.
-        name = f"bucket.{self.index}" + (".late" if (self.index, False) in round.transfers else "")
+        name = self.name + (".late" if (self.index, False) in round.transfers else "")
         round.transfers[self.index, late] = self._transfer(name, writer.buffer[:length], late, round, measured, check)
 
     def _transfer(self, name: str, message: np.ndarray, late: bool, round: Round, measured: Measured, check: Check) -> Transfer:

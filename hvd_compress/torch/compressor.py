@@ -29,7 +29,8 @@ from hvd_compress.codecs.base import ASSUMED, Measured, Momentum
 from hvd_compress.exchange import AUTO
 from hvd_compress.message import Flags, Message
 from hvd_compress.options import BUCKET_BYTES, PLAN_SECONDS, SAME_ON_ALL, check_exchange, check_name, check_seed
-from hvd_compress.plan import MismatchError, Plan, Policy, compare_announcements
+from hvd_compress.plan import MismatchError, Plan, Policy, bucket_name, compare_announcements
+from hvd_compress.report import Line, report
 from hvd_compress.stats import Network, Stats
 from hvd_compress.torch.bucket import Bucket
 from hvd_compress.torch.encoder import Encoder
@@ -98,6 +99,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         set_id = process_set.process_set_id or 0
         number = _made.get(set_id, 0)
         self._exchange = Exchange(check_name(name, f"hvd_compress.{set_id}.{number}"), process_set)
+        self._names: dict[int, str] = {}
         self._set_plan(policy)
         _made[set_id] = number + 1
         self._plans = 0  # announced so far
@@ -130,6 +132,15 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
     def plan(self) -> Plan:
         """Which parameter gets which codec and bucket."""
         return self._plan
+
+    def report(self) -> str:
+        """A table for people: of each parameter its codec, what was sent in a step and what is left.
+
+        "sent in" is its message's name in Horovod's timeline, without the compression's.
+        """
+        names = ["" if s.bucket is None else self._buckets[s.bucket].name for s in self._plan.segments]
+        lines = [Line(s.parameter.name, s, name) for s, name in zip(self._plan.segments, names, strict=True)]
+        return report(lines, self.stats)
 
     # --- Horovod's two calls
 
@@ -256,6 +267,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             for transfer in self._round.transfers.values():
                 transfer.drain()  # its memory is used again
         if self._plan.ranks != self._exchange.size:
+            self._names.clear()
             self._set_plan(self._plan.policy)
         self._agree()
         self._step += 1
@@ -421,12 +433,11 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
             slot.segment = segment
             slot.piece = (0, 0)
         self._has_residuals = any(s.segment.codec.has_residual or s.residual.value is not None for s in self._slots)
-        self._buckets = [
-            Bucket(
-                i, [self._slots[s.index] for s in bucket], self._exchange, self._plan.digest, self._scratch, self._piece_seed
-            )
-            for i, bucket in enumerate(self._plan.buckets)
-        ]
+        self._buckets = []
+        for i, bucket in enumerate(self._plan.buckets):
+            name = self._names.setdefault(i, bucket_name(i, bucket))
+            slots = [self._slots[s.index] for s in bucket]
+            self._buckets.append(Bucket(i, name, slots, self._exchange, self._plan.digest, self._scratch, self._piece_seed))
         self._meter = _kernels.Meter(self._exchange.network) if any(s.codec.is_measured for s in self._plan.segments) else None
         self._measured = ASSUMED if self._meter is None else Measured.of(self._meter)
         self._announced: Pending | None = None

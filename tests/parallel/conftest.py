@@ -17,6 +17,7 @@ SECONDS = 120
 @pytest.hookimpl(trylast=True)  # once there is a terminal reporter
 def pytest_configure(config):
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     if rank() > 0:
         config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))
 

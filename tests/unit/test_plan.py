@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from hvd_compress.codecs import AdaComp, Identity, make, parse
-from hvd_compress.plan import Parameter, Plan, Policy, difference
+from hvd_compress.plan import Parameter, Plan, Policy, Segment, bucket_name, difference
 
 QSGD = parse("qsgd:bits=4,bucket=512")
 LAYERS = [
@@ -217,3 +217,12 @@ class TestDigest:
         ]
         assert len({plan_of(codec=spec).digest for spec in specs}) == len(specs)
         assert plan_of(codec="qsgd").digest == Plan(LAYERS, Policy(make("qsgd", bits=4)), 1 << 20).digest
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [([], "bucket.3"), (["a.w"], "bucket.3:a.w"), (["a.w", "b.w", "c.w"], "bucket.3:a.w..c.w"), (['"\\\n'], "bucket.3:___")],
+)
+def test_what_a_bucket_is_called(names, name):
+    segments = [Segment(i, Parameter(of, (2, 2), "float32"), parse("adacomp"), 3) for i, of in enumerate(names)]
+    assert bucket_name(3, segments) == name

@@ -606,7 +606,7 @@ BAD = {
     "cat:cost=packets,c0=-1": ["c0=-1", "from 0 on"],
     "cat:cost=packets,c1=inf": ["c1=inf", "from 0 on"],
     "cat:cost=packets,c0=0,c1=0": ["c1=0", "above 0"],
-    "cat:cost=time,bandwidth=1": ["latency=None", "from 0 on"],
+    "cat:cost=time,bandwidth=1": ["a latency in seconds", "a bandwidth in bytes a second"],
     "cat:cost=time,latency=1,bandwidth=0": ["bandwidth=0", "above 0"],
     "cat:cost=bits,latency=1": ["latency=1", "cost='time'"],
     "cat:c0=1": ["c0=1", "cost='packets'"],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hvd_compress.stats import Counters, Record, Stats
+from hvd_compress.stats import Counters, Record, Stats, size_text
 
 
 def counters(scale, selected=None):
@@ -105,3 +105,25 @@ def test_totals_do_not_share_counters_with_a_step():
     finish(stats, a=counters(1))
     assert stats.step.parameters["a"].bytes_dense == 100
     assert stats.total.parameters["a"].bytes_dense == 200
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (1234567, "1.23 MB"),
+        (5e9, "5.00 GB"),
+        (2e12, "2.00 TB"),
+        (3e15, "3000.00 TB"),
+    ],
+)
+def test_bytes_in_words(count, text):
+    assert size_text(count) == text
+
+
+def test_a_step_in_one_line():
+    stats = Stats()
+    finish(stats, a=counters(100))
+    assert stats.summary() == "10.0x fewer bytes, 1.00 kB sent, encode 10000.0 ms, wait 20000.0 ms, decode 30000.0 ms"

@@ -1,0 +1,52 @@
+"""What benchmarks know of the network: what a card has sent, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+CARD, RATE = "HVD_COMPRESS_BENCH_CARD", "HVD_COMPRESS_BENCH_RATE"
+"""Environment variables of the processes on a cluster: the name of the host's card, and its rate."""
+
+_ENOUGH = 0.3  # seconds that a measurement should take
+_MOST = 1 << 24  # bytes of a rank's message
+
+
+def bytes_of_card(name: str | None) -> int:
+    """What a network card has sent so far; 0 where none is given."""
+    if not name:
+        return 0
+    try:
+        return int(Path("/sys/class/net", name, "statistics", "tx_bytes").read_text())
+    except OSError:
+        raise SystemExit(f"--card {name}: there is no such network card") from None
+
+
+def rate_of_cards() -> str | None:
+    """What the cluster's cards are limited to, as tc takes it; None where they are not."""
+    return os.environ.get(RATE) or None
+
+
+def bandwidth() -> float:
+    """Bytes a second that a rank sends in an allgather of large messages, the best of three; infinite with one rank."""
+    import horovod.torch as hvd
+
+    if hvd.size() == 1:
+        return float("inf")
+    size = 1 << 18
+    while (seconds := _allgather(size)) < _ENOUGH and size < _MOST:
+        size *= 2
+    return float((hvd.size() - 1) * size / min(seconds, _allgather(size), _allgather(size)))
+
+
+def _allgather(size: int) -> float:
+    """Seconds, of the slowest rank."""
+    import horovod.torch as hvd
+    import torch
+
+    message = torch.zeros(size, dtype=torch.uint8)
+    hvd.barrier()
+    start = time.perf_counter()
+    hvd.allgather(message, name=f"bandwidth.{size}")
+    return float(max(hvd.allgather_object(time.perf_counter() - start)))

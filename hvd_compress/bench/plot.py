@@ -1,0 +1,86 @@
+"""Draws step time against bandwidth for every codec, from what `step --json` has written at several rates.
+
+``python -m hvd_compress.bench plot 100mbit.json 1gbit.json 10gbit.json --out benchmark.png``
+
+A line is a codec; the thin dotted one of its colour is the bound, the time that its bytes take at the measured bandwidth, or
+that of a step without exchange where that is longer. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_KEYS = ("codec", "model", "hosts", "rate", "bandwidth", "local_s", "step_s", "bound_s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of `step --json`")
+    parser.add_argument("--codec", action="append", metavar="SPEC", help="may be repeated (default: all that there are)")
+    parser.add_argument("--out", default="benchmark.png", help="any format of matplotlib (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draws the plot."""
+    rows = [row for file in arguments.files for row in _rows(file)]
+    subjects = {(row["model"], row["hosts"]) for row in rows}
+    if len(subjects) > 1:
+        raise SystemExit(f"plot: the files are of different models or numbers of hosts: {sorted(subjects)}")
+    codecs = list(dict.fromkeys(row["codec"] for row in rows))
+    for codec in arguments.codec or []:
+        if codec not in codecs:
+            raise SystemExit(f"--codec {codec}: there are {', '.join(codecs)}")
+    draw(rows, arguments.codec or codecs, arguments.out)
+    print(arguments.out)
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"plot: {file} cannot be read: {error}") from None
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and row.keys() >= {*_KEYS} for row in rows)):
+        raise SystemExit(f"plot: {file} is not what `step --json` writes: each row has {', '.join(_KEYS)}")
+    return rows
+
+
+def rate_of(row: dict[str, Any]) -> float:
+    """Bits a second of the cards, as they are limited or else as they were measured."""
+    if row["rate"] is None:
+        return float(8 * row["bandwidth"])
+    number = row["rate"].rstrip("kmgbit")
+    return float(number) * _UNITS[row["rate"][len(number) :]]
+
+
+def draw(rows: list[dict[str, Any]], codecs: list[str], out: str) -> None:
+    """Writes the plot to a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
+    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for number, codec in enumerate(codecs):
+        of_codec = sorted((row for row in rows if row["codec"] == codec), key=rate_of)
+        rates = [rate_of(row) / 1e6 for row in of_codec]
+        colour = colours[number % len(colours)]
+        axes.plot(rates, [row["step_s"] * 1e3 for row in of_codec], "o-", color=colour, label=codec)
+        axes.plot(rates, [max(row["bound_s"], row["local_s"]) * 1e3 for row in of_codec], ":", color=colour, linewidth=1)
+    axes.plot([], [], ":", color="grey", linewidth=1, label="bound")
+    first = rows[0]
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="network card, Mbit/s",
+        ylabel="step, ms",
+        title=f"{first['model']}, {first['hosts']} hosts",
+    )
+    axes.grid(visible=True, which="both", alpha=0.2)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,93 @@
+"""`bench step` on a cluster of network namespaces, and `bench plot` of what it has written."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("horovod.torch", reason="needs Horovod built against PyTorch")
+
+from test_cluster import BENCH, needs_namespaces
+
+from hvd_compress.bench.models import MODELS
+from hvd_compress.bench.plot import rate_of
+
+KEYS = {"codec", "hosts", "rate", "step_s", "exposed_s", "encode_s", "decode_s"}
+KEYS |= {"bytes_dense", "bytes_sent", "bytes_card", "bound_s", "speedup"}
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [("resnet50", 161, 25_557_032), ("bert-base", 199, 109_482_240), ("lstm", 11, 19_780_400), ("mlp", 6, 20_037_642)],
+)
+def test_shapes_of_models(model, tensors, parameters):
+    shapes = MODELS[model]()
+    assert len(shapes) == len(dict(shapes)) == tensors
+    assert sum(math.prod(shape) for _, shape in shapes) == parameters
+
+
+@needs_namespaces
+def test_a_step_is_timed_and_counted(tmp_path):
+    """Also by the network cards, and what was written can be drawn."""
+    rows = {}
+    for rate in ("1gbit", "10gbit"):
+        options = ["--model", "mlp", "--codec", "onebit", "--codec", "qsgd:bits=2", "--ddp", "--repetitions", "2"]
+        options += ["--compute-ms", "300", "--json", str(tmp_path / f"{rate}.json")]
+        command = [*BENCH, "cluster", "--hosts", "2", "--rate", rate, "--", "step", *options]
+        subprocess.run(command, check=True, capture_output=True, timeout=200)
+        rows[rate] = {row["codec"]: row for row in json.loads((tmp_path / f"{rate}.json").read_text())}
+    assert list(rows["1gbit"]) == ["none", "fp16", "bf16", "onebit", "qsgd:bits=2", "ddp", "ddp:fp16"]
+    numel, of_none = 20_037_642, rows["1gbit"]["none"]
+    assert of_none["speedup"] == 1
+    for codec, row in rows["1gbit"].items():
+        assert row.keys() >= KEYS
+        assert (row["hosts"], row["rate"], row["elements"]) == (2, "1gbit", numel)
+        assert row["bytes_dense"] == 4 * numel
+        assert row["bytes_sent"] == pytest.approx(row["bytes_card"], rel=0.05)
+        assert row["step_s"] >= row["local_s"] * 0.9 >= 0.27
+        assert row["step_s"] > row["exposed_s"] >= 0
+        assert row["speedup"] == pytest.approx(of_none["step_s"] / row["step_s"])
+        assert row["bound_s"] == pytest.approx(row["bytes_sent"] / row["bandwidth"])
+        assert 0.3 * 125e6 < row["bandwidth"] < 1.1 * 125e6
+        assert (row["encode_s"] > 0) == (codec not in ("none", "fp16", "ddp", "ddp:fp16"))
+    assert rows["1gbit"]["onebit"]["bytes_sent"] == pytest.approx(numel / 8, rel=0.05)
+    assert rows["1gbit"]["fp16"]["bytes_sent"] == 2 * numel
+    assert of_none["exposed_s"] > 5 * rows["1gbit"]["onebit"]["exposed_s"]
+    out = tmp_path / "plot.svg"
+    files = [str(tmp_path / f"{rate}.json") for rate in rows]
+    subprocess.run([*BENCH, "plot", *files, "--out", str(out)], check=True, timeout=100)
+    assert all(codec in out.read_text() for codec in ("none", "onebit", "bound"))  # matplotlib writes texts as comments, too
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--repetitions", "0"], "--repetitions 0 is not allowed"),
+        (["--compute-ms", "-1"], "--compute-ms -1.0 is not allowed"),
+        (["--codec", "zip"], "--codec: no codec is named 'zip'"),
+        (["--bucket-bytes", "0"], "step: bucket_bytes=0 is not allowed"),
+        (["--card", "none0"], "--card none0: there is no such network card"),
+    ],
+)
+def test_options_that_are_not_allowed(options, text):
+    done = subprocess.run(
+        [*BENCH, "step", "--model", "mlp", *options], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode != 0
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("64kbit", 64e3), ("7bit", 7), (None, 80)])
+def test_rates(rate, bits):
+    assert rate_of({"rate": rate, "bandwidth": 10}) == bits
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '[{"codec": "none"}]'])
+def test_what_cannot_be_drawn_is_named(text, tmp_path):
+    (tmp_path / "rows.json").write_text(text)
+    command = [sys.executable, "-m", "hvd_compress.bench", "plot", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode != 0
+    assert "rows.json" in done.stderr.splitlines()[-1]
