@@ -1,7 +1,8 @@
 # make demo    trains on two ranks with and without compression, prints a table and writes demo.png
 # make test    every test
 # make test-tf215  the same with TensorFlow 2.15.1, in .venv-tf215
-# make lint    ruff and mypy
+# make lint    ruff, mypy and hadolint
+# make image   the container image of docker/Dockerfile.cpu, with Docker or buildah (docker/README.md)
 #
 # Each sets up .venv first: a few minutes once, while Horovod builds, and seconds afterwards.
 
@@ -21,7 +22,13 @@ MPI := --mpi --mpi-args="--oversubscribe --bind-to none --mca mpi_yield_when_idl
 HOROVODRUN := $(BIN)/horovodrun
 PARALLEL := $(BIN)/python -m pytest -x -q --color=no --capture=sys tests/parallel
 
-.PHONY: demo test test-tf215 lint setup clean
+# What builds an image: Docker where its engine runs, else buildah.
+IMAGE ?= hvd_compress:cpu
+BASE ?= debian:bookworm-slim
+BUILD ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker build,buildah build --format docker)
+BUILD_OPTIONS ?=
+
+.PHONY: demo test test-tf215 lint image setup clean
 
 demo: setup
 	$(HOROVODRUN) -np 2 $(MPI) $(BIN)/python examples/pytorch_digits.py --plot demo.png --json demo.json
@@ -36,7 +43,7 @@ test: setup
 	done
 	$(HOROVODRUN) -np 4 $(MPI) $(PARALLEL)/pytorch/test_apmsqueeze.py
 	$(HOROVODRUN) -np 4 $(MPI) $(PARALLEL)/tensorflow2/test_apmsqueeze.py
-	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/training/test_pytorch.py
+	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/training/test_pytorch.py tests/parallel/training/test_papers.py
 	$(HOROVODRUN) -np 2 $(MPI) $(PARALLEL)/training/test_tensorflow2.py
 
 test-tf215:
@@ -46,6 +53,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile.*
+
+image:
+	$(BUILD) --build-arg BASE=$(BASE) $(BUILD_OPTIONS) -f docker/Dockerfile.cpu -t $(IMAGE) .
 
 setup: $(VENV)/.installed
 
