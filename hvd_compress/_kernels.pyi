@@ -183,6 +183,7 @@ class Counters:
     decode_s: float
     residual_sq: float
     payload_bytes: int
+    encoded: int
     energy: float
     improved: float
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hvd_compress.exchange import ALLGATHER, AUTO, SCATTER_GATHER
@@ -29,8 +30,8 @@ def check_name(name: Any, default: str) -> str:
     """The name of a compression; ValueError where it is none."""
     if name is None:
         return default
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name={name!r} is not allowed; allowed is a string of at least one character")
+    if not isinstance(name, str) or not name or re.search(r'[\x00-\x1f"\\]', name):  # Horovod's timeline is JSON
+        raise ValueError(f"name={name!r} is not allowed; allowed is a string of at least one character, without quotes")
     return name
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hvd_compress.exchange import ALLREDUCE
 from hvd_compress.plan import Segment
 from hvd_compress.stats import Counters, Stats, size_text
 
@@ -40,21 +41,29 @@ class Line(NamedTuple):
 
 
 def report(lines: Iterable[Line], stats: Stats) -> str:
-    """A table of what was sent of each parameter in a step, the mean over all steps; of the residual as it is now.
+    """A table of what was sent of each parameter in a step, the mean over all steps; codec and residual as they are now.
 
-    "sent" is what this rank puts on the wire, "bits" what its payload has for an element of the gradient.
+    "sent" is what this rank puts on the wire; "bits" what its payloads have for an element that was encoded; "selected" the
+    part of the elements that was sent, of codecs that select.
     """
-    steps = max(stats.steps, 1)
     table: list[tuple[str, ...]] = [_HEAD]
-    compressed = 0  # elements
+    encoded = selectable = 0  # elements, over all steps
     for line in lines:
         counters = stats.total.parameters.get(line.name)
-        shape = "x".join(map(str, line.segment.parameter.shape)) or "()"
-        what = (line.name, shape, str(line.segment.codec), line.operation or "allreduce")
-        numel = line.segment.parameter.numel
-        compressed += numel if counters is not None and counters.payload_bytes else 0
-        table.append((*what, *_figures(counters, numel, steps)))
-    table.append(("all", "", "", "", *_figures(stats.total, compressed, steps)))
+        parameter = line.segment.parameter
+        ways = [line.operation] if line.operation else []
+        if counters is None or not ways or ALLREDUCE in counters.exchanges:
+            ways.append(ALLREDUCE)
+        shape = "x".join(map(str, parameter.shape)) or "()"
+        table.append((line.name, shape, str(line.segment.codec), " or ".join(dict.fromkeys(ways))))
+        if counters is None:
+            table[-1] += ("-",) * (len(_HEAD) - _LEFT)
+            continue
+        of_parameter = counters.encoded * parameter.numel
+        encoded += of_parameter
+        selectable += of_parameter if counters.selected is not None else 0
+        table[-1] += _figures(counters, of_parameter, of_parameter, stats.steps)
+    table.append(("all", "", "", "", *_figures(stats.total, encoded, selectable, stats.steps)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     texts = ["  ".join(map(_aligned, row, widths, range(len(row)))).rstrip() for row in table]
     texts.insert(-1, "-" * max(map(len, texts)))
@@ -67,15 +76,14 @@ def _aligned(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column < _LEFT else cell.rjust(width)
 
 
-def _figures(counters: Counters | None, numel: int, steps: int) -> tuple[str, ...]:
-    if counters is None:
-        return ("-",) * (len(_HEAD) - _LEFT)
+def _figures(counters: Counters, encoded: int, selectable: int, steps: int) -> tuple[str, ...]:
+    steps = max(steps, 1)
     return (
         size_text(counters.bytes_dense / steps),
         size_text(counters.bytes_sent / steps),
         f"{counters.ratio:.1f}",
-        f"{8 * counters.payload_bytes / steps / max(numel, 1):.3f}" if counters.payload_bytes else "-",
-        f"{counters.selected / steps / max(numel, 1):.3%}" if counters.selected is not None else "-",
+        f"{8 * counters.payload_bytes / encoded:.3f}" if encoded else "-",
+        f"{counters.selected / selectable:.3%}" if counters.selected is not None and selectable else "-",
         f"{counters.residual_norm:.3g}" if counters.residual_sq else "-",
         f"{counters.encode_s / steps * 1e3:.2f}",
     )

@@ -30,6 +30,8 @@ class Counters:
     """How it was sent: "allreduce" (Horovod's own), "allgather" or "scatter-gather"."""
     payload_bytes: float = 0
     """What this rank's own gradient was encoded to; 0 where Horovod's own allreduce carried it."""
+    encoded: int = 0
+    """Gradients that were encoded: of one parameter, steps."""
     selected: int | None = None
     """Elements sent; None where no codec chooses."""
     encode_s: float = 0
@@ -82,7 +84,7 @@ class Counters:
 
     def count_encoded(self, encoded: Encoded) -> None:
         """Sets what encoding this rank's gradient gave."""
-        self.payload_bytes, self.selected = encoded.bytes, encoded.selected
+        self.payload_bytes, self.selected, self.encoded = encoded.bytes, encoded.selected, 1
         self.energy, self.improved = encoded.energy, encoded.energy * encoded.improvement
 
     def _count(self, exchange: str, ranks: int, grad_bytes: float, sent_bytes: float) -> None:
@@ -105,6 +107,7 @@ class Counters:
             decode_s=counted.decode_s,
             residual_sq=counted.residual_sq,
             payload_bytes=counted.payload_bytes,
+            encoded=counted.encoded,
             energy=counted.energy,
             improved=counted.improved,
         )
@@ -114,6 +117,7 @@ class Counters:
         self.bytes_dense += other.bytes_dense
         self.bytes_sent += other.bytes_sent
         self.payload_bytes += other.payload_bytes
+        self.encoded += other.encoded
         self.energy += other.energy
         self.improved += other.improved
         self.exchanges |= other.exchanges

@@ -34,7 +34,7 @@ def histograms(stats: Stats) -> dict[str, list[float]]:
     compressed = [counters for counters in stats.step.parameters.values() if counters.payload_bytes]
     found = {
         "parameters/ratio": [counters.ratio for counters in compressed],
-        "parameters/residual_norm": [counters.residual_norm for counters in compressed],
+        "parameters/residual_norm": [counters.residual_norm for counters in compressed if counters.residual_sq],
         "parameters/encode_s": [counters.encode_s for counters in compressed],
     }
     return {tag: values for tag, values in found.items() if values}

@@ -75,11 +75,11 @@ def main() -> None:
 
     def cifar10() -> Task:
         data = images(args.data, "cifar10")
-        return classification(data, lambda: cifar_cnn(10), 60 if args.full else 10, lr=0.02, flip=True)
+        return classification(data, lambda: cifar_cnn(10), 60 if args.full else 20, lr=0.02, flip=True)
 
     def char_lstm() -> Task:
         data = text(args.data)
-        width, epochs = (512, 60) if args.full else (256, 12)
+        width, epochs = (512, 100) if args.full else (256, 24)
         return language(data, lambda: CharLSTM(data.characters, width), epochs, lambda model, spec: sgd(model, spec, lr=1.0))
 
     run({"mnist-cnn": mnist, "cifar10-cnn": cifar10, "char-lstm": char_lstm}, SPECS, args)

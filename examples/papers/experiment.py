@@ -24,7 +24,13 @@ from tqdm import tqdm
 from hvd_compress.torch import Compression
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-KINDS = {nn.Conv2d: "conv", nn.Linear: "fc", nn.LSTM: "recurrent", nn.Embedding: "embedding"}
+KINDS = {
+    nn.Conv2d: "conv",
+    nn.Linear: "fc",
+    nn.LSTM: "recurrent",
+    nn.Embedding: "embedding",
+    nn.MultiheadAttention: "attention",
+}
 """What the papers call a layer."""
 
 
@@ -63,7 +69,7 @@ def images(folder: str | None, name: str) -> Images:
     if folder is None:
         parts = _digits(name)
         name = f"digits instead of {name}"
-    elif found := sorted(Path(folder).glob(f"{name}*.npz")):
+    elif found := [file for file in sorted(Path(folder).glob("*.npz")) if re.match(rf"{name}(?!\d)", file.name)]:
         with np.load(found[0]) as data:
             parts = _arrays(data)
     elif name == "cifar10" and (Path(folder) / "cifar-10-batches-py").is_dir():
@@ -155,7 +161,8 @@ class Task:
     """What is learned.
 
     Attributes:
-        name: For the table.
+        name: Of the data, for the table.
+        settings: What else makes it another task: a checkpoint of one is none of another.
         metric: The same, "accuracy %" or "loss".
         model: Makes it, with the seed set.
         epochs: How many.
@@ -166,6 +173,7 @@ class Task:
     """
 
     name: str
+    settings: dict[str, Any]
     metric: str
     model: Callable[[], nn.Module]
     epochs: int
@@ -202,6 +210,7 @@ def classification(
 
     return Task(
         data.name,
+        {"shape": list(inputs.shape), "lr": lr, "batch": batch, "flip": flip},
         "accuracy %",
         model,
         epochs,
@@ -214,7 +223,7 @@ def classification(
 
 def sgd(model: nn.Module, spec: str, lr: float) -> tuple[Any, Any]:
     """SGD with momentum on Horovod, and its compression."""
-    compression = Compression.from_spec(spec, model.named_parameters())
+    compression = Compression.from_spec(spec, model.named_parameters(), seed=torch.initial_seed())
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression), compression
 
@@ -248,7 +257,8 @@ def language(
         losses = torch.stack([loss(model, pieces(random, data.test)) for _ in range(40)])
         return float(hvd.allreduce(losses.mean(), name="test loss"))
 
-    return Task(data.name, "loss", model, epochs, batches, loss, evaluate, optimizer)
+    settings = {"tokens": len(data.train), "batch": batch, "length": length, "steps": steps}
+    return Task(data.name, settings, "loss", model, epochs, batches, loss, evaluate, optimizer)
 
 
 # --- training
@@ -278,9 +288,11 @@ class Training:
         self._optimizer, self._compression = task.optimizer(self._model, spec)
         for group in self._optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        layers = [(module, KINDS[type(module)]) for module in self._model.modules() if type(module) in KINDS]
-        kinds = {id(p): kind for module, kind in layers for p in module.parameters(recurse=False)}
-        self._kinds = {name: kinds.get(id(p), "other") for name, p in self._model.named_parameters() if p.dim() > 1}
+        kinds: dict[int, str] = {}
+        for module in self._model.modules():  # an attention is there before the layers in it
+            for kind in [kind for cls, kind in KINDS.items() if isinstance(module, cls)]:
+                kinds = {**{id(p): kind for p in module.parameters()}, **kinds}
+        self._kinds = {name: kinds.get(id(p), "other") for name, p in self._model.named_parameters()}
         self.progress = Progress()
 
     def run(self) -> dict[str, Any]:
@@ -293,7 +305,7 @@ class Training:
         with tqdm(total=task.epochs * steps, initial=progress.steps, desc=self._name, disable=hvd.rank() > 0) as bar:
             while progress.epoch < task.epochs:
                 self._train(schedule, bar)
-                progress.curve.append(task.evaluate(self._model))
+                progress.curve.append(self._evaluate())
                 progress.epoch += 1
                 self._save()
         ratios = {kind: progress.dense[kind] / progress.sent[kind] for kind in progress.sent if progress.sent[kind]}
@@ -322,11 +334,21 @@ class Training:
             bar.update()
         self.progress.seconds += time.perf_counter() - start
 
+    def _evaluate(self) -> float:
+        """What normalization has seen is averaged over the ranks, so that all have one model."""
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_floating_point():
+                hvd.allreduce_(buffer, name=f"buffer.{name}")
+        self._model.eval()
+        value = self._task.evaluate(self._model)
+        self._model.train()
+        return value
+
     def _count(self) -> None:
         """Adds what the last step has sent."""
         step, progress = self._compression.stats.step, self.progress
         for name, counters in step.parameters.items():
-            if counters.payload_bytes:
+            if counters.encoded:
                 kind = self._kinds[name]
                 numel = self._model.get_parameter(name).numel()
                 progress.dense[kind] = progress.dense.get(kind, 0) + 4 * numel
@@ -354,6 +376,7 @@ class Training:
     def _save(self) -> None:
         epoch = self.progress.epoch
         state = {
+            "of": self._of(),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "compression": self._compression.state_dict(),
@@ -364,12 +387,23 @@ class Training:
         part.rename(self._file(epoch))
         self._file(epoch - 2).unlink(missing_ok=True)
 
+    def _of(self) -> dict[str, Any]:
+        """What a checkpoint belongs to."""
+        task = self._task
+        shapes = [[name, list(p.shape)] for name, p in self._model.named_parameters()]
+        return {"data": task.name, "epochs": task.epochs, "spec": self._spec, "model": shapes, **task.settings}
+
     def _resume(self) -> None:
         own = {epoch for epoch in range(1, self._task.epochs + 1) if self._file(epoch).exists()}
         common = set.intersection(*hvd.allgather_object(own))
         if not common:
             return
         state = torch.load(self._file(max(common)), weights_only=False)
+        if state["of"] != self._of():
+            changed = [key for key, value in self._of().items() if state["of"].get(key) != value]
+            raise SystemExit(
+                f"{self._file(max(common))} is of another training (other {', '.join(changed)}): choose another --out"
+            )
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._compression.load_state_dict(state["compression"])
@@ -382,22 +416,25 @@ def run(tasks: dict[str, Callable[[], Task]], specs: list[str], args: argparse.N
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     chosen = [name for name in tasks if args.task is None or name in args.task]
+    made = {name: tasks[name]() for name in chosen}  # all at once: data that is not there is found now
     for title in chosen:
-        task = tasks[title]()
+        task = made[title]
         for spec in specs:
             for seed in args.seed:
                 row = Training(title + (" full" if args.full else ""), task, spec, seed, out).run()
-                rows.append({"task": title, "data": task.name, **row})
+                rows.append({"task": title, "full": args.full, "data": task.name, **row})
     if hvd.rank() == 0:
-        name = "-".join(chosen)
+        name = "-".join([*chosen, *(["full"] if args.full else []), *map(str, args.seed)])
         (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
         print(table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """In Markdown: how many times fewer bytes than a float32 gradient the payloads of a kind of layer have, where something was
+    encoded, and how many times fewer a rank has sent, small and dense parameters included.
+    """  # noqa: D205
     kinds = [kind for kind in [*KINDS.values(), "other"] if any(kind in row["ratios"] for row in rows)]
-    heads = " | ".join(f"{kind}, times fewer" for kind in [*kinds, "all"])
+    heads = " | ".join([*(f"{kind}: payload" for kind in kinds), "on the wire"])
     lines = [
         f"| task | data | codec | seed | result | {heads} | steps | minutes |",
         "|" + "---|" * (8 + len(kinds)),

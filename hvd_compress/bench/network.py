@@ -28,12 +28,12 @@ def rate_of_cards() -> str | None:
     return os.environ.get(RATE) or None
 
 
-def bandwidth() -> float:
-    """Bytes a second that a rank sends in an allgather of large messages, the best of three; infinite with one rank."""
+def bandwidth() -> float | None:
+    """Bytes a second that a rank sends in an allgather of large messages, the best of three; None with one rank."""
     import horovod.torch as hvd
 
     if hvd.size() == 1:
-        return float("inf")
+        return None
     size = 1 << 18
     while (seconds := _allgather(size)) < _ENOUGH and size < _MOST:
         size *= 2

@@ -9,12 +9,13 @@ that of a step without exchange where that is longer. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 from pathlib import Path
 from typing import Any
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_KEYS = ("codec", "model", "hosts", "rate", "bandwidth", "local_s", "step_s", "bound_s")
+_KEYS = ("codec", "model", "compute_s", "hosts", "rate", "bandwidth", "local_s", "step_s", "bound_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draws the plot."""
     rows = [row for file in arguments.files for row in _rows(file)]
-    subjects = {(row["model"], row["hosts"]) for row in rows}
+    subjects = {(row["model"], row["compute_s"], row["hosts"]) for row in rows}
     if len(subjects) > 1:
-        raise SystemExit(f"plot: the files are of different models or numbers of hosts: {sorted(subjects)}")
+        raise SystemExit(f"plot: the files are of different models, compute times or numbers of hosts: {sorted(subjects)}")
+    if any(count > 1 for count in collections.Counter((row["codec"], rate_of(row)) for row in rows).values()):
+        raise SystemExit("plot: two of the files are of one rate")
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     for codec in arguments.codec or []:
         if codec not in codecs:
@@ -50,6 +53,8 @@ def _rows(file: str) -> list[dict[str, Any]]:
 
 def rate_of(row: dict[str, Any]) -> float:
     """Bits a second of the cards, as they are limited or else as they were measured."""
+    if row["rate"] is None and row["bandwidth"] is None:
+        raise SystemExit("plot: a file is of one rank alone")
     if row["rate"] is None:
         return float(8 * row["bandwidth"])
     number = row["rate"].rstrip("kmgbit")
@@ -58,8 +63,10 @@ def rate_of(row: dict[str, Any]) -> float:
 
 def draw(rows: list[dict[str, Any]], codecs: list[str], out: str) -> None:
     """Writes the plot to a file."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("plot: needs the package matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -78,7 +85,7 @@ def draw(rows: list[dict[str, Any]], codecs: list[str], out: str) -> None:
         yscale="log",
         xlabel="network card, Mbit/s",
         ylabel="step, ms",
-        title=f"{first['model']}, {first['hosts']} hosts",
+        title=f"{first['model']}, {first['hosts']} hosts, {first['compute_s'] * 1e3:.0f} ms of compute",
     )
     axes.grid(visible=True, which="both", alpha=0.2)
     figure.legend(loc="outside right upper", fontsize="small")

@@ -11,11 +11,12 @@ the forward pass; what the host does meanwhile does not make it longer. Without,
 Each repetition takes a step of every row, one after the other; a row is the median over the repetitions of the slowest rank's
 time. "exposed" is what passes between the last gradient and the moment when all have been exchanged. Bytes are what a rank
 sends, the mean over the ranks: by stats ("sent"; of Horovod's own allreduce and of DDP's what a ring sends), and by the network
-card's counter where the card is known (`--card eth0`, or the cluster's). "bound" is the time that the sent bytes take at the
-bandwidth that an allgather was measured to have in this run.
+card's counter where the card is known (`--card eth0`, or the cluster's), divided among the ranks of a host. "bound" is the time
+that the sent bytes take at the bandwidth that an allgather was measured to have in this run, "ratio" how many times fewer bytes
+than dense, "speedup" how many times faster than "none".
 
 `--ddp` adds PyTorch's own DistributedDataParallel over Gloo, dense and with its fp16 hook. Every row keeps its own residuals
-and buffers: some 200 bytes a parameter of the model with `--codec all`, on each rank.
+and buffers: some 80 bytes a parameter of the model with `--codec all`, on each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hvd_compress.codecs import CODECS, parse
 
 DENSE, RIVALS = ("none", "fp16", "bf16"), ("ddp", "ddp:fp16")
 WARM_UP = 3
-SETTLED = 20  # steps after which a residual has grown to what it usually is, and the network is measured
+SETTLED = 100  # steps after which a residual has grown to about what it usually is, and the network is measured
 SHIFTS = 1 << 16
 
 
@@ -63,8 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
     import horovod.torch as hvd
 
     specs = _specs(arguments)
+    # Horovod remembers so many tensors. It is all rows' here, which take turns; in a training there is but one.
+    tensors = len(MODELS[arguments.model]()) * len(specs)
+    os.environ["HOROVOD_CACHE_CAPACITY"] = str(max(1024, 4 * tensors))
     hvd.init()
     torch.set_num_threads(1)
+    bytes_of_card(arguments.card)  # whether it is there
+    if arguments.ddp:
+        _init_gloo(arguments.card)
     speed = bandwidth()
     work = _Work(arguments.model, arguments.compute_ms / 1e3, hvd.rank())
     try:
@@ -73,23 +80,24 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise SystemExit(f"step: {error}") from None
     if arguments.ddp:
-        _init_gloo(arguments.card)
         rows |= {name: _DDP(work, name) for name in RIVALS}
     for row in rows.values():
         for _ in range(row.warm_up):
             row.step()
+            row.clear()
     for _ in range(arguments.repetitions):
         for row in rows.values():
             hvd.barrier()
             before = bytes_of_card(arguments.card)
             row.take()
             hvd.barrier()  # so that all that it sends is sent
-            row.taken[-1]["bytes_card"] = bytes_of_card(arguments.card) - before
+            row.taken[-1]["bytes_card"] = (bytes_of_card(arguments.card) - before) / hvd.local_size()
+            row.clear()
     figures = {name: row.figures() for name, row in rows.items()}
     if arguments.ddp:
         torch.distributed.destroy_process_group()
     if hvd.rank() == 0:
-        _show(_table(figures, work, speed, hvd.size(), arguments), arguments)
+        _show(_table(figures, work, speed, arguments), arguments)
 
 
 def _specs(arguments: argparse.Namespace) -> list[str]:
@@ -156,7 +164,8 @@ class _Work:
         if i == 0:
             self.last = time.perf_counter()
         start += self._step * 9973 % SHIFTS
-        return self._noise[start : start + self.data[i].numel()].view(self.data[i].shape)
+        # A copy: it becomes the parameter's gradient, in which the result will be.
+        return self._noise[start : start + self.data[i].numel()].view(self.data[i].shape).clone()
 
 
 class _Layer(torch.autograd.Function):
@@ -192,6 +201,11 @@ class _Row(ABC):
         end = time.perf_counter()
         self.taken.append({"step_s": end - start, "exposed_s": max(exchanged - self.work.last, 0.0), **self.sent()})
 
+    def clear(self) -> None:
+        """Gives the memory of the gradients back, as zero_grad() does: other rows need it."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     @abstractmethod
     def step(self) -> float:
         """Takes a step; returns when all gradients had been exchanged."""
@@ -221,7 +235,6 @@ class _Local(_Row):
         self._optimizer = torch.optim.SGD(self.parameters, lr=1e-6)
 
     def step(self) -> float:
-        self._optimizer.zero_grad()
         torch.autograd.backward(self.work.loss(self.parameters))
         self._optimizer.step()
         return self.work.last
@@ -253,7 +266,6 @@ class _Horovod(_Row):
         self._optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.parameters, lr=1e-6), named, compression)
 
     def step(self) -> float:
-        self._optimizer.zero_grad()
         torch.autograd.backward(self.work.loss(self.parameters))
         self._optimizer.synchronize()
         exchanged = time.perf_counter()
@@ -288,7 +300,6 @@ class _DDP(_Row):
         self._optimizer = torch.optim.SGD(self.parameters, lr=1e-6)
 
     def step(self) -> float:
-        self._optimizer.zero_grad()
         torch.autograd.backward(self._model())
         exchanged = time.perf_counter()
         self._optimizer.step()
@@ -311,9 +322,13 @@ def _init_gloo(card: str | None) -> None:
 
     if card:
         os.environ["GLOO_SOCKET_IFNAME"] = card
-        address = next(a.address for a in psutil.net_if_addrs()[card] if a.family == socket.AF_INET)
+        address = next((a.address for a in psutil.net_if_addrs()[card] if a.family == socket.AF_INET), "")
     else:
         address = "127.0.0.1" if hvd.local_size() == hvd.size() else socket.gethostbyname(socket.gethostname())
+    if not address or (address.startswith("127.") and hvd.local_size() < hvd.size()):
+        raise SystemExit(
+            f"--ddp: the address {address!r} of this host is of no use to others; --card names the card they reach"
+        )
     with socket.socket() as probe:
         probe.bind((address, 0))
         where = hvd.broadcast_object((address, probe.getsockname()[1]))
@@ -324,9 +339,11 @@ def _init_gloo(card: str | None) -> None:
 
 
 def _table(
-    figures: dict[str, dict[str, float]], work: _Work, speed: float, hosts: int, arguments: argparse.Namespace
+    figures: dict[str, dict[str, float]], work: _Work, speed: float | None, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each codec."""
+    import horovod.torch as hvd
+
     local = figures.pop("local")
     return [
         {
@@ -334,7 +351,8 @@ def _table(
             "model": arguments.model,
             "elements": work.numel,
             "compute_s": arguments.compute_ms / 1e3,
-            "hosts": hosts,
+            "hosts": hvd.cross_size(),
+            "ranks": hvd.size(),
             "rate": rate_of_cards(),
             "bandwidth": speed,
             "local_s": local["step_s"],
@@ -345,7 +363,8 @@ def _table(
             "bytes_dense": _ring(4 * work.numel),
             "bytes_sent": of["bytes_sent"],
             "bytes_card": of["bytes_card"] if arguments.card else None,
-            "bound_s": of["bytes_sent"] / speed,
+            "bound_s": of["bytes_sent"] / speed if speed else 0.0,
+            "ratio": _ring(4 * work.numel) / of["bytes_sent"] if of["bytes_sent"] else 1.0,
             "speedup": figures["none"]["step_s"] / of["step_s"],
         }
         for name, of in figures.items()
@@ -355,18 +374,19 @@ def _table(
 def _show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     out = sys.stderr if arguments.json == "-" else sys.stdout
     first = rows[0]
+    measured = f"{first['bandwidth'] / 1e6:.1f} MB/s" if first["bandwidth"] else "nothing"
     print(
-        f"{first['model']}, {first['elements']} parameters, {first['hosts']} ranks, rate {first['rate'] or 'not limited'}, "
-        f"measured {first['bandwidth'] / 1e6:.1f} MB/s; a step without exchange {first['local_s'] * 1e3:.1f} ms",
+        f"{first['model']}, {first['elements']} parameters, {first['ranks']} ranks on {first['hosts']} hosts, rate "
+        f"{first['rate'] or 'not limited'}, measured {measured}; a step without exchange {first['local_s'] * 1e3:.1f} ms",
         file=out,
     )
-    heads = ("step ms", "exposed", "encode", "decode", "bound", "MB sent", "by card", "speedup")
+    heads = ("step ms", "exposed", "encode", "decode", "bound", "MB sent", "by card", "ratio", "speedup")
     print(f"{'codec':28}" + "".join(f"{head:>10}" for head in heads), file=out)
     for row in rows:
         times = "".join(f"{row[key] * 1e3:10.1f}" for key in ("step_s", "exposed_s", "encode_s", "decode_s", "bound_s"))
         sent = f"{row['bytes_sent'] / 1e6:10.3f}"
         card = f"{'-':>10}" if row["bytes_card"] is None else f"{row['bytes_card'] / 1e6:10.3f}"
-        print(f"{row['codec']:28}{times}{sent}{card}{row['speedup']:10.2f}", file=out)
+        print(f"{row['codec']:28}{times}{sent}{card}{row['ratio']:10.1f}{row['speedup']:10.2f}", file=out)
     if arguments.json == "-":
         json.dump(rows, sys.stdout, indent=1)
         print()

@@ -94,6 +94,7 @@ void bind_sessions(py::module_& m) {
       .def_readonly("decode_s", &Counters::decode_s)
       .def_readonly("residual_sq", &Counters::residual_sq)
       .def_readonly("payload_bytes", &Counters::payload_bytes)
+      .def_readonly("encoded", &Counters::encoded)
       .def_readonly("energy", &Counters::energy)
       .def_readonly("improved", &Counters::improved);
 

@@ -1,6 +1,6 @@
 // Measures what an exchange costs: latency + seconds_per_byte times the bytes of a rank's message, fitted to the times that the
 // last exchanges took. Every rank adds the same numbers, since they travel in the messages (see message.h), and so has the same
-// fit.
+// fit, unless it is another compression's. Ranks need not agree: each chooses what it sends by itself.
 //
 // A fit needs messages of several sizes: in the first rounds, and for a few now and then, what is sent is not chosen but explored.
 #pragma once

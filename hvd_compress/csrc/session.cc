@@ -19,6 +19,7 @@ void Counters::add(const Counters& later) {
   decode_s += later.decode_s;
   residual_sq = later.residual_sq;
   payload_bytes += later.payload_bytes;
+  encoded += later.encoded;
   energy += later.energy;
   improved += later.improved;
 }
@@ -161,6 +162,7 @@ void SessionState::encoded(int64_t group, int64_t member, const Encoded& encoded
 void SessionState::count(const Encoded& encoded, bool scattered, Counters& counters) {
   if (!scattered) counters.gathered_bytes += static_cast<int64_t>(encoded.bytes);
   counters.payload_bytes += static_cast<int64_t>(encoded.bytes);
+  if (encoded.bytes > 0) counters.encoded = 1;
   counters.selected = encoded.selected;
   counters.residual_sq = encoded.residual_sq;
   counters.energy = encoded.energy;

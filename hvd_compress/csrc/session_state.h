@@ -23,7 +23,7 @@ struct Counters {
   int64_t selected = -1;
   double encode_s = 0, wait_s = 0, decode_s = 0;
   double residual_sq = 0;
-  int64_t payload_bytes = 0;
+  int64_t payload_bytes = 0, encoded = 0;  // of so many gradients
   double energy = 0, improved = 0;  // see Encoded; improved: energy times improvement
 
   void add(const Counters& later);

@@ -60,8 +60,11 @@ class Group:
 
     def lines(self) -> list[Line]:
         """Of the compression's report."""
-        names = ["" if s.bucket is None else f"{self._index}.{bucket_name(s.bucket)}" for s in self.plan.segments]
-        return [Line(slot.label, s, name) for slot, s, name in zip(self.slots, self.plan.segments, names, strict=True)]
+        names = {m: f"{self._index}.{bucket_name(bucket.number)}" for bucket in self._buckets for m in bucket.members}
+        return [
+            Line(slot.label, s, names.get(i, ""))
+            for i, (slot, s) in enumerate(zip(self.slots, self.plan.segments, strict=True))
+        ]
 
     def trace(self, found: Gradients, session_number: int, exchange: Exchange, scaler: Any, stage_of: StageOf) -> Traced:
         """Adds to the graph what comes before Horovod's own allreduces."""

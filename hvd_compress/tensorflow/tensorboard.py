@@ -35,6 +35,7 @@ class TensorBoardStats(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self, log_dir: str | Path, compression: CodecCompressor, update_freq: int | str = "epoch", tag: str = TAG
     ) -> None:
         super().__init__()
+        self._supports_tf_logs = True  # none are looked at
         if not isinstance(compression, CodecCompressor):
             raise ValueError(f"compression={compression!r} has no stats; allowed is one of hvd_compress.tensorflow.Compression")
         every = {"batch": 1, "epoch": 0}.get(update_freq, update_freq) if isinstance(update_freq, str) else update_freq
@@ -45,11 +46,13 @@ class TensorBoardStats(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._writer: Any = None
         self._compression = compression
         self._tag = tag
+        self._batches = 0  # over all epochs
         self._written = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `tf.keras.callbacks.Callback`."""
-        if self._every and (batch + 1) % self._every == 0:
+        self._batches += 1
+        if self._every and self._batches % self._every == 0:
             self.write()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -4,8 +4,10 @@ import json
 import math
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 pytest.importorskip("horovod.torch", reason="needs Horovod built against PyTorch")
 
@@ -13,6 +15,7 @@ from test_cluster import BENCH, needs_namespaces
 
 from hvd_compress.bench.models import MODELS
 from hvd_compress.bench.plot import rate_of
+from hvd_compress.bench.step import _Work
 
 KEYS = {"codec", "hosts", "rate", "step_s", "exposed_s", "encode_s", "decode_s"}
 KEYS |= {"bytes_dense", "bytes_sent", "bytes_card", "bound_s", "speedup"}
@@ -49,6 +52,7 @@ def test_a_step_is_timed_and_counted(tmp_path):
         assert row["step_s"] >= row["local_s"] * 0.9 >= 0.27
         assert row["step_s"] > row["exposed_s"] >= 0
         assert row["speedup"] == pytest.approx(of_none["step_s"] / row["step_s"])
+        assert row["ratio"] == pytest.approx(row["bytes_dense"] / row["bytes_sent"])
         assert row["bound_s"] == pytest.approx(row["bytes_sent"] / row["bandwidth"])
         assert 0.3 * 125e6 < row["bandwidth"] < 1.1 * 125e6
         assert (row["encode_s"] > 0) == (codec not in ("none", "fp16", "ddp", "ddp:fp16"))
@@ -59,6 +63,40 @@ def test_a_step_is_timed_and_counted(tmp_path):
     files = [str(tmp_path / f"{rate}.json") for rate in rows]
     subprocess.run([*BENCH, "plot", *files, "--out", str(out)], check=True, timeout=100)
     assert all(codec in out.read_text() for codec in ("none", "onebit", "bound"))  # matplotlib writes texts as comments, too
+
+
+def test_every_step_has_other_gradients_in_the_models_order():
+    work = _Work("mlp", 0.2, rank=0)
+    parameters = work.parameters()
+    noise, seen, order = work._noise.clone(), [], []
+    for i, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))
+    for _ in range(2):
+        order.clear()
+        start = time.perf_counter()
+        torch.autograd.backward(work.loss(parameters))
+        assert time.perf_counter() - start > 0.2
+        seen.append([parameter.grad.clone() for parameter in parameters])
+        assert order == [5, 4, 3, 2, 1, 0]
+        for parameter in parameters:
+            parameter.grad.zero_()
+            parameter.grad = None
+    assert torch.equal(work._noise, noise)
+    assert all(not torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert abs(float(seen[1][2].std()) - 1) < 0.01
+    other = _Work("mlp", 0, rank=1)
+    assert not torch.equal(other._noise, noise)
+
+
+def test_one_process_has_nothing_to_send(tmp_path):
+    options = ["--model", "mlp", "--codec", "qsgd", "--repetitions", "1", "--json", str(tmp_path / "rows.json")]
+    subprocess.run([*BENCH, "step", *options], check=True, capture_output=True, timeout=100)
+    rows = json.loads((tmp_path / "rows.json").read_text(), parse_constant=pytest.fail)
+    assert [(row["bytes_sent"], row["bandwidth"], row["bound_s"], row["ratio"]) for row in rows] == [(0, None, 0, 1)] * 4
+    done = subprocess.run(
+        [*BENCH, "plot", str(tmp_path / "rows.json")], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert "of one rank alone" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_what_is_printed():
     ("options", "text"),
     [
         ({"name": 7}, "name=7 is not allowed; allowed is a string of at least one character"),
+        ({"name": 'my "model"'}, "is not allowed; allowed is a string of at least one character, without quotes"),
         ({"overrides": []}, r"overrides=\[\] is not allowed; allowed is a dict of name pattern to spec"),
         ({"bin": 0}, "bin=0 is not allowed; allowed is a whole number from 1 to 16383"),
         ({"c": 0.5}, "c=0.5 is not allowed"),

@@ -52,7 +52,7 @@ def test_the_report_has_what_each_variable_sent():
     assert f"{compression.stats.total.ratio:.1f}" in rows["all"]
 
 
-@pytest.mark.parametrize(("update_freq", "steps"), [("batch", range(1, 7)), (2, [2, 3, 5, 6]), ("epoch", [3, 6])])
+@pytest.mark.parametrize(("update_freq", "steps"), [("batch", range(1, 7)), (2, [2, 3, 4, 6]), ("epoch", [3, 6])])
 def test_keras_writes_what_was_sent(update_freq, steps, tmp_path):
     compression = fitted("adacomp", lambda c: [TensorBoardStats(tmp_path, c, update_freq)])
     found = scalars_of(tmp_path)

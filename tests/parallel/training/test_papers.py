@@ -69,13 +69,29 @@ def test_a_training_that_was_stopped_goes_on(folder):
     assert common.gather(resumed["value"], hvd) == [resumed["value"]] * hvd.size()
 
 
-def test_the_learning_rate_is_that_of_the_step_after_resuming(folder):
-    rates = {}
-    for title, epochs in (("a", 2), ("a", 2), ("b", 2)):
-        training = experiment.Training(title, small_task(epochs), "none", 0, folder)
-        training.run()
-        rates[title] = [group["lr"] for group in training._optimizer.param_groups]
-    assert rates["a"] == rates["b"]
+def test_a_checkpoint_of_another_task_is_refused(folder):
+    experiment.Training("same", small_task(1), "none", 0, folder).run()
+    hvd.barrier()
+    other = dataclasses.replace(small_task(1), name="other digits")
+    with pytest.raises(SystemExit, match=r"is of another training \(other data\): choose another --out"):
+        experiment.Training("same", other, "none", 0, folder).run()
+    longer = dataclasses.replace(small_task(2), settings={**small_task(2).settings, "lr": 1.0})
+    with pytest.raises(SystemExit, match=r"\(other epochs, lr\)"):
+        experiment.Training("same", longer, "none", 0, folder).run()
+
+
+def test_what_normalization_has_seen_is_one_on_all_ranks(folder):
+    data = experiment.images(None, "cifar10")
+    few = dataclasses.replace(data, train=tuple(part[:128] for part in data.train), test=tuple(part[:33] for part in data.test))
+    task = experiment.classification(few, lambda: quantizers.resnet(1, 10), 1, lr=0.05, flip=True)
+    modes = []
+    evaluate = task.evaluate
+    task.evaluate = lambda model: (modes.append(model.training), evaluate(model))[1]
+    training = experiment.Training("norm", task, "nuqsgd", 0, folder)
+    training.run()
+    assert modes == [False]
+    assert training._model.training
+    common.assert_equal_on_all_ranks([buffer.numpy() for _, buffer in training._model.named_buffers()], hvd)
 
 
 @pytest.mark.parametrize("kind", ["keras", "ours", "jpeg", "cifar-10-batches-py"])
@@ -157,6 +173,7 @@ def test_the_language_model_learns(spec, folder):
     assert row["ratios"]["all"] == pytest.approx(1, rel=0.01) if spec == "adam" else row["ratios"]["all"] > 1.5
     lines = experiment.table([{"task": "language", "data": data.name, **row}]).splitlines()
     assert [line.count("|") for line in lines] == [lines[0].count("|")] * 3
+    assert (set(row["ratios"]) > {"attention", "fc", "embedding"}) == (spec != "adam")
 
 
 @pytest.mark.parametrize(("blocks", "convolutions"), [(1, 9), (3, 21)])
