@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+DENSE, RIVALS = ("none", "fp16", "bf16"), ("ddp", "ddp:fp16")
+"""What every benchmark of a step has, and PyTorch's own DistributedDataParallel."""
 Shapes = list[tuple[str, tuple[int, ...]]]
 """Names and shapes of parameters."""
 

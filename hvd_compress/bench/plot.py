@@ -2,8 +2,9 @@
 
 ``python -m hvd_compress.bench plot 100mbit.json 1gbit.json 10gbit.json --out benchmark.png``
 
-A line is a codec; the thin dotted one of its colour is the bound, the time that its bytes take at the measured bandwidth, or
-that of a step without exchange where that is longer. Needs matplotlib.
+A line is a codec, a broken one where we compress nothing; the thin dotted one of its colour is the bound, the time that its bytes
+take at the measured bandwidth, or that of a step without exchange where that is longer. Needs matplotlib. A table of the same is
+printed, in Markdown; MB are those at the highest rate.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvd_compress.bench.models import DENSE, RIVALS
+
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_KEYS = ("codec", "model", "compute_s", "hosts", "rate", "bandwidth", "local_s", "step_s", "bound_s")
+_KEYS = ["codec", "model", "compute_s", "hosts", "rate", "bandwidth", "bytes_sent", "bytes_card", "ratio"]
+_KEYS += ["local_s", "step_s", "exposed_s", "bound_s", "speedup"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         if codec not in codecs:
             raise SystemExit(f"--codec {codec}: there are {', '.join(codecs)}")
     draw(rows, arguments.codec or codecs, arguments.out)
-    print(arguments.out)
+    print(table(rows, arguments.codec or codecs))
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -61,6 +65,26 @@ def rate_of(row: dict[str, Any]) -> float:
     return float(number) * _UNITS[row["rate"][len(number) :]]
 
 
+def table(rows: list[dict[str, Any]], codecs: list[str]) -> str:
+    """In Markdown: a line for each codec, with milliseconds of a step, of them exposed, and the speedup at each rate."""
+    labels = {rate_of(row): row["rate"] or f"{rate_of(row) / 1e6:.0f} Mbit/s, measured" for row in rows}
+    rates = sorted(labels)
+    heads = ["codec", "MB sent", "by card", "times fewer"]
+    heads += [head for rate in rates for head in (f"{labels[rate]}: step ms", "exposed", "bound", "speedup")]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for codec in codecs:
+        at = {rate_of(row): row for row in rows if row["codec"] == codec}
+        last = at[max(at)]
+        card = "" if last["bytes_card"] is None else f"{last['bytes_card'] / 1e6:.2f}"
+        cells = [f"`{codec}`", f"{last['bytes_sent'] / 1e6:.2f}", card, f"{last['ratio']:.1f}"]
+        for rate in rates:
+            row = at.get(rate)
+            times = [f"{row[key] * 1e3:.0f}" for key in ("step_s", "exposed_s", "bound_s")] if row else [""] * 3
+            cells += [*times, f"{row['speedup']:.2f}" if row else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(rows: list[dict[str, Any]], codecs: list[str], out: str) -> None:
     """Writes the plot to a file."""
     try:
@@ -76,7 +100,8 @@ def draw(rows: list[dict[str, Any]], codecs: list[str], out: str) -> None:
         of_codec = sorted((row for row in rows if row["codec"] == codec), key=rate_of)
         rates = [rate_of(row) / 1e6 for row in of_codec]
         colour = colours[number % len(colours)]
-        axes.plot(rates, [row["step_s"] * 1e3 for row in of_codec], "o-", color=colour, label=codec)
+        style = "s--" if codec in (*DENSE, *RIVALS) else "o-"
+        axes.plot(rates, [row["step_s"] * 1e3 for row in of_codec], style, color=colour, label=codec)
         axes.plot(rates, [max(row["bound_s"], row["local_s"]) * 1e3 for row in of_codec], ":", color=colour, linewidth=1)
     axes.plot([], [], ":", color="grey", linewidth=1, label="bound")
     first = rows[0]

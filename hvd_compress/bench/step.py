@@ -34,11 +34,10 @@ from typing import Any
 
 import torch
 
-from hvd_compress.bench.models import MODELS
+from hvd_compress.bench.models import DENSE, MODELS, RIVALS
 from hvd_compress.bench.network import CARD, bandwidth, bytes_of_card, rate_of_cards
 from hvd_compress.codecs import CODECS, parse
 
-DENSE, RIVALS = ("none", "fp16", "bf16"), ("ddp", "ddp:fp16")
 WARM_UP = 3
 SETTLED = 100  # steps after which a residual has grown to about what it usually is, and the network is measured
 SHIFTS = 1 << 16

@@ -61,7 +61,15 @@ def test_a_step_is_timed_and_counted(tmp_path):
     assert of_none["exposed_s"] > 5 * rows["1gbit"]["onebit"]["exposed_s"]
     out = tmp_path / "plot.svg"
     files = [str(tmp_path / f"{rate}.json") for rate in rows]
-    subprocess.run([*BENCH, "plot", *files, "--out", str(out)], check=True, timeout=100)
+    done = subprocess.run([*BENCH, "plot", *files, "--out", str(out)], check=True, timeout=100, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "| codec | MB sent | by card | times fewer | 1gbit: step ms | exposed | bound | speedup | 10gbit: step ms"
+    )
+    assert [line.split("`")[1] for line in lines[2:]] == list(rows["1gbit"])
+    cells = [cell.strip() for cell in lines[5].strip("|").split("|")]
+    assert cells[4] == f"{rows['1gbit']['onebit']['step_s'] * 1e3:.0f}"
+    assert cells[11] == f"{rows['10gbit']['onebit']['speedup']:.2f}"
     assert all(codec in out.read_text() for codec in ("none", "onebit", "bound"))  # matplotlib writes texts as comments, too
 
 
