@@ -2,9 +2,9 @@
 
 ``python -m hvd_compress.bench plot 100mbit.json 1gbit.json 10gbit.json --out benchmark.png``
 
-A line is a codec, a broken one where we compress nothing; the thin dotted one of its colour is the bound, the time that its bytes
-take at the measured bandwidth, or that of a step without exchange where that is longer. Needs matplotlib. A table of the same is
-printed, in Markdown; MB are those at the highest rate.
+A line is a codec, a broken one where we compress nothing; the thin dotted one of its colour is the bound, the time that its
+bytes take at the measured bandwidth, or that of a step without exchange where that is longer. Needs matplotlib. A table of the
+same is printed, in Markdown; MB are those at the highest rate.
 """
 
 from __future__ import annotations
