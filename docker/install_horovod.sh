@@ -12,9 +12,10 @@ version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 python=$(command -v "${1:-python3}") || { echo "install_horovod.sh: no such interpreter: ${1:-python3}" >&2; exit 1; }
 
-installed() { "$python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null; }
-torch=$(installed torch || echo none)
-tensorflow=$(installed tensorflow || installed tensorflow-cpu || echo none)
+# Of whatever package has the module: there is also tensorflow-cpu, tf-nightly and others.
+version_of() { "$python" -c "import importlib.metadata as m; print(m.version(m.packages_distributions()['$1'][0]))" 2>/dev/null; }
+torch=$(version_of torch || echo none)
+tensorflow=$(version_of tensorflow || echo none)
 if [[ $torch$tensorflow == nonenone ]]; then
   echo "install_horovod.sh: $python has neither torch nor tensorflow; Horovod is built against them, install one first" >&2
   exit 1
@@ -55,8 +56,12 @@ if ! compgen -G "$wheels/horovod-*.whl" >/dev/null; then
     -r "$work/requirement.txt" -d "$work"
   tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
   source=$work/horovod-$version
-  # torch >= 2.1 has C++17 headers.
-  sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/{,horovod/torch/}CMakeLists.txt
+  # torch >= 2.1 has C++17 headers, torch >= 2.14 C++20 ones.
+  case $torch in
+    none | 1.* | 2.[0-9].* | 2.1[0-3].*) standard=17 ;;
+    *) standard=20 ;;
+  esac
+  sed -i "s/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD $standard)/" "$source"/{,horovod/torch/}CMakeLists.txt
   # TensorFlow >= 2.16 no longer ships all the XLA headers; only the XLA-compiled GPU collectives need them.
   case $tensorflow in
     none | [01].* | 2.[0-9].* | 2.1[0-5].*) ;;
@@ -75,4 +80,4 @@ if ! compgen -G "$wheels/horovod-*.whl" >/dev/null; then
   unset PYTHONPATH
 fi
 "$python" -m pip install --quiet --force-reinstall --no-deps "$wheels"/horovod-*.whl
-"$python" -m pip install --quiet cloudpickle psutil pyyaml packaging cffi
+"$python" -m pip install --quiet cloudpickle psutil pyyaml packaging cffi setuptools  # horovodrun imports distutils

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hvd_compress.exchange import ALLREDUCE
@@ -40,19 +40,20 @@ class Line(NamedTuple):
     operation: str
 
 
-def report(lines: Iterable[Line], stats: Stats) -> str:
+def report(lines: Iterable[Line], stats: Stats, changes: Sequence[int] = ()) -> str:
     """A table of what was sent of each parameter in a step, the mean over all steps; codec and residual as they are now.
 
     "sent" is what this rank puts on the wire; "bits" what its payloads have for an element that was encoded; "selected" the
-    part of the elements that was sent, of codecs that select.
+    part of the elements that was sent, of codecs that select. `changes`: after how many steps the codec was changed, which
+    the first line tells.
     """
     table: list[tuple[str, ...]] = [_HEAD]
     encoded = selectable = 0  # elements, over all steps
     for line in lines:
         counters = stats.total.parameters.get(line.name)
         parameter = line.segment.parameter
-        ways = [line.operation] if line.operation else []
-        if counters is None or not ways or ALLREDUCE in counters.exchanges:
+        ways = [line.operation or ALLREDUCE]
+        if counters is not None and ALLREDUCE in counters.exchanges:
             ways.append(ALLREDUCE)
         shape = "x".join(map(str, parameter.shape)) or "()"
         table.append((line.name, shape, str(line.segment.codec), " or ".join(dict.fromkeys(ways))))
@@ -69,7 +70,16 @@ def report(lines: Iterable[Line], stats: Stats) -> str:
     texts.insert(-1, "-" * max(map(len, texts)))
     if stats.network is not None:
         texts.append(f"an exchange takes {_network(stats)}")
-    return "\n".join([f"mean of {stats.steps} steps, of this rank", *texts])
+    return "\n".join([_title(stats.steps, [step for step in changes if step]), *texts])
+
+
+def _title(steps: int, changes: list[int]) -> str:
+    if not steps:
+        return "nothing was sent yet; one process alone sends nothing"
+    title = f"mean of {steps} steps, of this rank"
+    if changes:
+        title += f"; the codec was changed after {', '.join(map(str, changes))} of them: figures are of all, before and after"
+    return title
 
 
 def _aligned(cell: str, width: int, column: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hvd_compress.stats import Stats
 
 TAG = "hvd_compress"
@@ -37,4 +39,6 @@ def histograms(stats: Stats) -> dict[str, list[float]]:
         "parameters/residual_norm": [counters.residual_norm for counters in compressed if counters.residual_sq],
         "parameters/encode_s": [counters.encode_s for counters in compressed],
     }
-    return {tag: values for tag, values in found.items() if values}
+    # TensorBoard has no place for what is not finite, and a look at a training should not end it.
+    finite = {tag: list(filter(math.isfinite, values)) for tag, values in found.items()}
+    return {tag: values for tag, values in finite.items() if values}

@@ -75,7 +75,8 @@ def images(folder: str | None, name: str) -> Images:
     elif name == "cifar10" and (Path(folder) / "cifar-10-batches-py").is_dir():
         parts = _batches(Path(folder) / "cifar-10-batches-py")
     else:
-        raise SystemExit(f"--data {folder}: there is no {name}*.npz")
+        other = " and no cifar-10-batches-py" if name == "cifar10" else ""
+        raise SystemExit(f"--data {folder}: {_what_is(folder)}no {name}*.npz{other}")
     mean, deviation = parts["train_images"].mean(), parts["train_images"].std()
 
     def batch(part: str) -> Batch:
@@ -83,6 +84,10 @@ def images(folder: str | None, name: str) -> Images:
         return scaled, torch.from_numpy(np.asarray(parts[f"{part}_labels"])).long().flatten()
 
     return Images(name, batch("train"), batch("test"))
+
+
+def _what_is(folder: str) -> str:
+    return "there is " if Path(folder).is_dir() else "there is no such folder, so "
 
 
 def _digits(name: str) -> dict[str, np.ndarray]:
@@ -145,7 +150,7 @@ def text(folder: str | None) -> Text:
     else:
         found = sorted(Path(folder).glob("*shakespeare*.txt"))
         if not found:
-            raise SystemExit(f"--data {folder}: there is no *shakespeare*.txt")
+            raise SystemExit(f"--data {folder}: {_what_is(folder)}no *shakespeare*.txt")
         name, content = "tiny Shakespeare", found[0].read_text(encoding="utf-8")
     numbers = {character: number for number, character in enumerate(sorted(set(content)))}
     tokens = torch.tensor([numbers[character] for character in content])

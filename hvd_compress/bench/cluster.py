@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from hvd_compress.bench.network import CARD, RATE
+from hvd_compress.bench.network import CARD, RATE, bits_of
 
 _NEEDED = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname", "mpirun": "Open MPI"}
 
@@ -80,8 +79,10 @@ class Cluster:
     def __init__(self, hosts: int, rate: str | None) -> None:
         if not 1 <= hosts <= 250:
             raise SystemExit(f"--hosts {hosts} is not allowed; allowed is a number from 1 to 250")
-        if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate):
-            raise SystemExit(f"--rate {rate} is not allowed; allowed is a rate such as 100mbit or 1gbit")
+        try:
+            bits_of(rate or "1gbit")
+        except ValueError as error:
+            raise SystemExit(f"--rate {error}") from None
         missing = [f"{program} ({package})" for program, package in _NEEDED.items() if shutil.which(program) is None]
         if missing:
             raise SystemExit(f"cluster: needs {', '.join(missing)}")

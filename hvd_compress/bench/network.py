@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 CARD, RATE = "HVD_COMPRESS_BENCH_CARD", "HVD_COMPRESS_BENCH_RATE"
 """Environment variables of the processes on a cluster: the name of the host's card, and its rate."""
 
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _ENOUGH = 0.3  # seconds that a measurement should take
 _MOST = 1 << 24  # bytes of a rank's message
 
@@ -26,6 +28,14 @@ def bytes_of_card(name: str | None) -> int:
 def rate_of_cards() -> str | None:
     """What the cluster's cards are limited to, as tc takes it; None where they are not."""
     return os.environ.get(RATE) or None
+
+
+def bits_of(rate: str) -> float:
+    """Bits a second of a rate as tc takes it; ValueError where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if not found or not float(found[1]):
+        raise ValueError(f"{rate} is not allowed; allowed is a rate such as 100mbit or 1gbit")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def bandwidth() -> float | None:

@@ -10,16 +10,18 @@ same is printed, in Markdown; MB are those at the highest rate.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 from pathlib import Path
 from typing import Any
 
 from hvd_compress.bench.models import DENSE, RIVALS
+from hvd_compress.bench.network import bits_of
 
-_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_KEYS = ["codec", "model", "compute_s", "hosts", "rate", "bandwidth", "bytes_sent", "bytes_card", "ratio"]
-_KEYS += ["local_s", "step_s", "exposed_s", "bound_s", "speedup"]
+_SUBJECT = ("model", "compute_s", "hosts", "ranks", "exchange", "bucket_bytes")
+"""What all files of a plot have alike."""
+_TEXTS = ("codec", "model", "exchange")
+_NUMBERS = ("compute_s", "hosts", "ranks", "bytes_sent", "ratio", "local_s", "step_s", "exposed_s", "bound_s", "speedup")
+_OPTIONAL = ("rate", "bandwidth", "bytes_card", "bucket_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,18 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draws the plot."""
-    rows = [row for file in arguments.files for row in _rows(file)]
-    subjects = {(row["model"], row["compute_s"], row["hosts"]) for row in rows}
-    if len(subjects) > 1:
-        raise SystemExit(f"plot: the files are of different models, compute times or numbers of hosts: {sorted(subjects)}")
-    if any(count > 1 for count in collections.Counter((row["codec"], rate_of(row)) for row in rows).values()):
-        raise SystemExit("plot: two of the files are of one rate")
+    files = {file: _rows(file) for file in dict.fromkeys(arguments.files)}
+    rows = [row for of_file in files.values() for row in of_file]
+    for key in _SUBJECT:
+        if len({row[key] for row in rows}) > 1:
+            of_files = ", ".join(f"{file} {of_file[0][key]}" for file, of_file in files.items())
+            raise SystemExit(f"plot: the files differ in {key}: {of_files}")
+    by_rate: dict[Any, str] = {}
+    for file, of_file in files.items():
+        rate = of_file[0]["rate"]
+        if (rate is None and by_rate) or None in by_rate or rate in by_rate:
+            others = ", ".join(f"{other} {known or 'without a limit'}" for known, other in by_rate.items())
+            its = f"of {rate}" if rate else "without a limit"
+            raise SystemExit(
+                f"plot: {file} is {its} beside {others}; allowed are files of different rates of `cluster --rate`, or a single "
+                "one without"
+            )
+        by_rate[rate] = file
+    if rows[0]["rate"] is None and rows[0]["bandwidth"] is None:
+        raise SystemExit(f"plot: {arguments.files[0]} is of one rank alone, which sends nothing")
     codecs = list(dict.fromkeys(row["codec"] for row in rows))
     for codec in arguments.codec or []:
         if codec not in codecs:
             raise SystemExit(f"--codec {codec}: there are {', '.join(codecs)}")
-    draw(rows, arguments.codec or codecs, arguments.out)
     print(table(rows, arguments.codec or codecs))
+    try:
+        draw(rows, arguments.codec or codecs, arguments.out)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--out {arguments.out}: {error}") from None
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -50,19 +68,26 @@ def _rows(file: str) -> list[dict[str, Any]]:
         rows = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise SystemExit(f"plot: {file} cannot be read: {error}") from None
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and row.keys() >= {*_KEYS} for row in rows)):
-        raise SystemExit(f"plot: {file} is not what `step --json` writes: each row has {', '.join(_KEYS)}")
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+        raise SystemExit(f"plot: {file} is not what `step --json` writes, a list of rows")
+    for row in rows:
+        for key in (*_TEXTS, *_NUMBERS, *_OPTIONAL):
+            if key not in row:
+                raise SystemExit(f"plot: {file} is not what `step --json` writes: a row has no {key}")
+            value = row[key]
+            is_right = isinstance(value, str if key in (*_TEXTS, "rate") else int | float)
+            if not (is_right or (value is None and key in _OPTIONAL)):
+                raise SystemExit(f"plot: {file} is not what `step --json` writes: {key} is {value!r}")
+        try:
+            bits_of(row["rate"] or "1gbit")
+        except ValueError as error:
+            raise SystemExit(f"plot: {file}: rate {error}") from None
     return rows
 
 
 def rate_of(row: dict[str, Any]) -> float:
     """Bits a second of the cards, as they are limited or else as they were measured."""
-    if row["rate"] is None and row["bandwidth"] is None:
-        raise SystemExit("plot: a file is of one rank alone")
-    if row["rate"] is None:
-        return float(8 * row["bandwidth"])
-    number = row["rate"].rstrip("kmgbit")
-    return float(number) * _UNITS[row["rate"][len(number) :]]
+    return bits_of(row["rate"]) if row["rate"] else float(8 * row["bandwidth"])
 
 
 def table(rows: list[dict[str, Any]], codecs: list[str]) -> str:

@@ -105,6 +105,10 @@ def _specs(arguments: argparse.Namespace) -> list[str]:
         raise SystemExit(f"--repetitions {arguments.repetitions} is not allowed; allowed is a whole number from 1 on")
     if not 0 <= arguments.compute_ms < 1e6:
         raise SystemExit(f"--compute-ms {arguments.compute_ms} is not allowed; allowed is a number from 0 to 1e6")
+    if arguments.json and arguments.json != "-":
+        folder = Path(arguments.json).resolve().parent
+        if Path(arguments.json).is_dir() or not os.access(folder, os.W_OK):  # now, and not after all was measured
+            raise SystemExit(f"--json {arguments.json} cannot be written; allowed is a file in a folder that is there")
     specs = [*DENSE]
     for spec in arguments.codec or ["all"]:
         specs += CODECS if spec == "all" else [spec]
@@ -352,6 +356,9 @@ def _table(
             "compute_s": arguments.compute_ms / 1e3,
             "hosts": hvd.cross_size(),
             "ranks": hvd.size(),
+            "exchange": arguments.exchange,
+            "bucket_bytes": arguments.bucket_bytes,
+            "repetitions": arguments.repetitions,
             "rate": rate_of_cards(),
             "bandwidth": speed,
             "local_s": local["step_s"],

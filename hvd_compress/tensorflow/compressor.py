@@ -96,6 +96,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         self._session.on_warning(_warn)
         self.slots: list[Slot] = []
         self.identity = _Identity(self)
+        self._codec_changes: list[int] = []  # after how many steps
         self._tracer = Tracer(
             number,
             self._exchange,
@@ -218,7 +219,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         "sent in" is its message's name in Horovod's timeline, without the compression's.
         """
         lines = {line.name: line for group in self._tracer.groups for line in group.lines()}
-        return report(lines.values(), self.stats)
+        return report(lines.values(), self.stats, self._codec_changes)
 
     def set_codec(self, codec: str | Codec, overrides: Mapping[str, str | Codec] | None = None) -> None:
         """Goes on with another codec from the next step; on every rank alike.
@@ -228,6 +229,7 @@ class CodecCompressor(Compressor, tf.Module):  # type: ignore[misc]
         stays dense, and where the new codec is none or fp16 it is payloads that are gathered.
         """
         old = self._tracer.policy
+        self._codec_changes.append(self._session.stats()[0])
         self._tracer.set_policy(Policy(parse(codec), old.min_numel, old.overrides if overrides is None else overrides))
 
     # --- checkpoints

@@ -46,17 +46,19 @@ class TensorBoardStats(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._writer: Any = None
         self._compression = compression
         self._tag = tag
-        self._batches = 0  # over all epochs
+        self._epochs_batches = 0  # of the epochs before
+        self._batches = 0  # of all
         self._written = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `tf.keras.callbacks.Callback`."""
-        self._batches += 1
-        if self._every and self._batches % self._every == 0:
+        before, self._batches = self._batches, self._epochs_batches + batch + 1  # several, with steps_per_execution
+        if self._every and self._batches // self._every > before // self._every:
             self.write()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `tf.keras.callbacks.Callback`."""
+        self._epochs_batches = self._batches
         self.write()
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -103,6 +103,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         self._set_plan(policy)
         _made[set_id] = number + 1
         self._plans = 0  # announced so far
+        self._codec_changes: list[int] = []  # after how many steps
         self._warned: set[str] = set()
 
         self._step = 0  # rounds begun
@@ -140,7 +141,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         """
         names = ["" if s.bucket is None else self._buckets[s.bucket].name for s in self._plan.segments]
         lines = [Line(s.parameter.name, s, name) for s, name in zip(self._plan.segments, names, strict=True)]
-        return report(lines, self.stats)
+        return report(lines, self.stats, self._codec_changes)
 
     # --- Horovod's two calls
 
@@ -454,6 +455,7 @@ class CodecCompressor(Compressor):  # type: ignore[misc]
         is given.
         """
         self._between_steps("set_codec()")
+        self._codec_changes.append(self.stats.steps)
         old = self._plan.policy
         for slot in self._slots:
             slot.fold(self._exchange.size)

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_one_process_has_nothing_to_send(tmp_path):
         (["--compute-ms", "-1"], "--compute-ms -1.0 is not allowed"),
         (["--codec", "zip"], "--codec: no codec is named 'zip'"),
         (["--bucket-bytes", "0"], "step: bucket_bytes=0 is not allowed"),
+        (["--json", "/none0/rows.json"], "--json /none0/rows.json cannot be written"),
         (["--card", "none0"], "--card none0: there is no such network card"),
     ],
 )
@@ -130,10 +132,63 @@ def test_rates(rate, bits):
     assert rate_of({"rate": rate, "bandwidth": 10}) == bits
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '[{"codec": "none"}]'])
-def test_what_cannot_be_drawn_is_named(text, tmp_path):
-    (tmp_path / "rows.json").write_text(text)
-    command = [sys.executable, "-m", "hvd_compress.bench", "plot", str(tmp_path / "rows.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode != 0
-    assert "rows.json" in done.stderr.splitlines()[-1]
+ROW = {"codec": "none", "model": "mlp", "exchange": "auto", "compute_s": 0.2, "hosts": 2, "ranks": 2, "bucket_bytes": None}
+ROW |= {"rate": "1gbit", "bandwidth": 1e8, "bytes_sent": 8e7, "bytes_card": None, "ratio": 1.0, "speedup": 1.0}
+ROW |= {"local_s": 0.2, "step_s": 1.0, "exposed_s": 0.8, "bound_s": 0.8}
+
+
+def plotted(tmp_path, *files, options=()):
+    """What `plot` says of files with these contents, and its table."""
+    names = [str(tmp_path / f"rows{number}.json") for number in range(len(files))]
+    for name, content in zip(names, files, strict=True):
+        Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
+    command = [sys.executable, "-m", "hvd_compress.bench", "plot", *names, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    return done.stderr, done.stdout
+
+
+def test_rows_that_can_be_drawn(tmp_path):
+    said, table = plotted(tmp_path, [ROW], [{**ROW, "rate": "10gbit"}])
+    assert said == ""
+    assert table.splitlines()[2] == "| `none` | 80.00 |  | 1.0 | 1000 | 800 | 800 | 1.00 | 1000 | 800 | 800 | 1.00 |"
+    assert (tmp_path / "benchmark.png").stat().st_size > 1000
+    said, table = plotted(tmp_path, [{**ROW, "rate": None}])
+    assert said == ""
+    assert "800 Mbit/s, measured" in table
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "rows0.json cannot be read"),
+        ({}, "rows0.json is not what `step --json` writes, a list of rows"),
+        ([], "rows0.json is not what `step --json` writes, a list of rows"),
+        ([{"codec": "none"}], "rows0.json is not what `step --json` writes: a row has no model"),
+        ([{**ROW, "step_s": "x"}], "rows0.json is not what `step --json` writes: step_s is 'x'"),
+        ([{**ROW, "bound_s": None}], "rows0.json is not what `step --json` writes: bound_s is None"),
+        ([{**ROW, "rate": "1Gbit"}], "rows0.json: rate 1Gbit is not allowed"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(content, text, tmp_path):
+    assert text in plotted(tmp_path, content)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"ranks": 8, "rate": "10gbit"}, "the files differ in ranks: "),
+        ({"exchange": "allgather", "rate": "10gbit"}, "rows0.json auto, "),
+        ({"step_s": 2.0}, "rows1.json is of 1gbit beside "),
+        ({"rate": None}, "rows1.json is without a limit beside "),
+    ],
+)
+def test_what_does_not_belong_together_is_named(change, text, tmp_path):
+    assert text in plotted(tmp_path, [ROW], [{**ROW, **change}])[0]
+
+
+@pytest.mark.parametrize("out", ["plot.xyz", "none/plot.png"])
+def test_a_plot_that_cannot_be_written_leaves_the_table(out, tmp_path):
+    said, table = plotted(tmp_path, [ROW], options=["--out", out])
+    assert f"--out {out}: " in said
+    assert table.startswith("| codec |")

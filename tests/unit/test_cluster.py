@@ -130,6 +130,7 @@ def test_options_of_an_exchange_that_are_not_allowed(arguments, text):
     ("arguments", "text"),
     [
         (["--hosts", "0", "--", "exchange"], "--hosts 0 is not allowed; allowed is a number from 1 to 250"),
+        (["--rate", "0mbit", "--", "exchange"], "--rate 0mbit is not allowed"),
         (["--rate", "fast", "--", "exchange"], "--rate fast is not allowed; allowed is a rate such as 100mbit or 1gbit"),
         ([], "no command was given; for example: cluster --hosts 4 --rate 1gbit -- exchange"),
     ],

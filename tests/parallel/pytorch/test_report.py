@@ -65,8 +65,22 @@ def test_bits_are_those_of_what_was_encoded():
 
 def test_before_the_first_step_there_is_a_report():
     compression = compressed(convnet(), "cat")
-    assert compression.report().startswith("mean of 0 steps")
+    assert compression.report().startswith("nothing was sent yet; one process alone sends nothing\n")
+    assert " or allreduce" not in compression.report()
     assert len(compression.report().splitlines()) == 1 + 1 + 8 + 1 + 1
+
+
+def test_a_change_of_codec_is_told():
+    model = convnet()
+    optimizer, compression = distributed(model, "adacomp")
+    compression.set_codec("topk:fraction=0.1")  # before anything was sent
+    train(model, optimizer, 2)
+    assert compression.report().splitlines()[0] == "mean of 2 steps, of this rank"
+    for spec in ("qsgd:bits=4", "onebit"):
+        compression.set_codec(spec)
+        train(model, optimizer, 1)
+    title = compression.report().splitlines()[0]
+    assert title.startswith("mean of 4 steps, of this rank; the codec was changed after 2, 3 of them: ")
 
 
 def test_a_line_for_a_progress_bar():

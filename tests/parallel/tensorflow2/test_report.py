@@ -8,12 +8,12 @@ from helpers import Compression, Vectors, batch, convnet, keras, random
 from hvd_compress.tensorflow import TensorBoardStats
 
 
-def fitted(spec, callbacks_of, steps=6, **options):
-    compression = Compression.from_spec(spec, **options)
+def fitted(spec, callbacks_of, steps=6, steps_per_execution=1):
+    compression = Compression.from_spec(spec)
     model = convnet()
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss)
+    model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
     x, y = batch(0, size=16 * steps // 2)
     model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False, callbacks=callbacks_of(compression))
     return compression
@@ -33,7 +33,7 @@ def scalars_of(folder):
 def test_the_report_has_what_each_variable_sent():
     vectors = Vectors(a=(100, 200), b=(30, 40), c=(7,))
     compression = Compression.from_spec("topk:fraction=0.1", overrides={"b*": "qsgd:bits=2"})
-    assert compression.report().startswith("mean of 0 steps")
+    assert compression.report().startswith("nothing was sent yet; one process alone sends nothing\n")
     for number in range(3):
         grads = [tf.constant(random(*shape, step=number)) for shape in ((100, 200), (30, 40), (7,))]
         vectors.gradients(compression, *grads)
@@ -50,6 +50,8 @@ def test_the_report_has_what_each_variable_sent():
     assert f"{8 * total[b[0]].payload_bytes / 3 / 1200:.3f}" in b
     assert c[2:4] == ["none", "allreduce"]
     assert f"{compression.stats.total.ratio:.1f}" in rows["all"]
+    compression.set_codec("onebit")
+    assert compression.report().startswith("mean of 3 steps, of this rank; the codec was changed after 3 of them: ")
 
 
 @pytest.mark.parametrize(("update_freq", "steps"), [("batch", range(1, 7)), (2, [2, 3, 4, 6]), ("epoch", [3, 6])])
@@ -64,6 +66,13 @@ def test_keras_writes_what_was_sent(update_freq, steps, tmp_path):
     histogram = found["hvd_compress/parameters/residual_norm"][6]
     assert histogram[:, 2].sum() == len(norms)
     assert (histogram[0, 0], histogram[-1, 1]) == pytest.approx((min(norms), max(norms)))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]), (10, [12, 20, 32, 40])])
+def test_batches_are_counted_not_calls(every, steps, tmp_path):
+    """Keras calls after each execution, here of four batches."""
+    fitted("adacomp", lambda c: [TensorBoardStats(tmp_path, c, every)], steps=40, steps_per_execution=4)
+    assert sorted(scalars_of(tmp_path)["hvd_compress/ratio"]) == steps
 
 
 def test_a_loop_of_ones_own_writes_too(tmp_path):
