@@ -67,7 +67,7 @@ class CharLSTM(nn.Module):
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    args = parse_args(__doc__, ["mnist-cnn", "cifar10-cnn", "char-lstm"])
+    args = parse_args(__doc__, ["mnist-cnn", "cifar10-cnn", "char-lstm"], SPECS)
 
     def mnist() -> Task:
         data = images(args.data, "mnist")
@@ -82,7 +82,7 @@ def main() -> None:
         width, epochs = (512, 100) if args.full else (256, 24)
         return language(data, lambda: CharLSTM(data.characters, width), epochs, lambda model, spec: sgd(model, spec, lr=1.0))
 
-    run({"mnist-cnn": mnist, "cifar10-cnn": cifar10, "char-lstm": char_lstm}, SPECS, args)
+    run({"mnist-cnn": mnist, "cifar10-cnn": cifar10, "char-lstm": char_lstm}, args)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,13 @@ class GPT(nn.Module):
 
 
 def optimizer_of(model: nn.Module, spec: str, steps: int, lr: float) -> tuple[object, object]:
-    """Horovod's, and its compression."""
+    """Horovod's, and its compression; a spec that is none of SPECS is the codec of APMSqueeze's momentum."""
     if spec == "adam":
         compression = Compression.none(model.named_parameters())
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr, BETAS)
     else:
-        optimizer = APMSqueeze(model.named_parameters(), lr, betas=BETAS, freeze_step=FREEZE, total_steps=steps)
+        codec = "l2" if spec == "apmsqueeze" else spec
+        optimizer = APMSqueeze(model.named_parameters(), lr, betas=BETAS, freeze_step=FREEZE, total_steps=steps, codec=codec)
         compression = optimizer.compression
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression), compression
 
@@ -53,7 +54,7 @@ def optimizer_of(model: nn.Module, spec: str, steps: int, lr: float) -> tuple[ob
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    args = parse_args(__doc__, ["language-model"])
+    args = parse_args(__doc__, ["language-model"], SPECS)
 
     def language_model() -> Task:
         data = text(args.data)
@@ -66,7 +67,7 @@ def main() -> None:
             steps=STEPS,
         )
 
-    run({"language-model": language_model}, SPECS, args)
+    run({"language-model": language_model}, args)
 
 
 if __name__ == "__main__":

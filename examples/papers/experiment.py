@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
+from hvd_compress.codecs import parse
 from hvd_compress.torch import Compression
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -37,9 +38,10 @@ KINDS = {
 # --- data
 
 
-def parse_args(description: str, tasks: Iterable[str]) -> argparse.Namespace:
+def parse_args(description: str, tasks: Iterable[str], specs: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--task", action="append", choices=list(tasks), help="may be repeated; default: all")
+    parser.add_argument("--codec", metavar="SPEC", action="append", help=f"may be repeated; default: {', '.join(specs)}")
     parser.add_argument(
         "--data",
         metavar="FOLDER",
@@ -52,6 +54,14 @@ def parse_args(description: str, tasks: Iterable[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="larger models and more epochs: hours")
     args = parser.parse_args()
     args.seed = args.seed or [0]
+    args.name = [*(args.codec or []), *(["full"] if args.full else []), *map(str, args.seed)]
+    args.codec = args.codec or specs
+    for spec in args.codec:
+        if spec not in specs:
+            try:
+                parse(spec)
+            except ValueError as error:
+                parser.error(f"--codec {spec}: {error}")
     return args
 
 
@@ -286,7 +296,7 @@ class Training:
 
     def __init__(self, title: str, task: Task, spec: str, seed: int, out: Path) -> None:
         self._task, self._spec, self._seed = task, spec, seed
-        self._name = re.sub(r"[^\w.=-]+", "_", f"{title}-{spec}-{seed}")
+        self._name = in_file_name(f"{title}-{spec}-{seed}")
         self._out = out
         torch.manual_seed(seed)
         self._model = task.model()
@@ -415,8 +425,8 @@ class Training:
         self.progress = Progress(**state["progress"])
 
 
-def run(tasks: dict[str, Callable[[], Task]], specs: list[str], args: argparse.Namespace) -> None:
-    """Trains each task that was asked for with each spec and seed; rank 0 prints the table, and writes it as JSON too."""
+def run(tasks: dict[str, Callable[[], Task]], args: argparse.Namespace) -> None:
+    """Trains each task that was asked for with each codec and seed; rank 0 prints the table, and writes it as JSON too."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -424,14 +434,18 @@ def run(tasks: dict[str, Callable[[], Task]], specs: list[str], args: argparse.N
     made = {name: tasks[name]() for name in chosen}  # all at once: data that is not there is found now
     for title in chosen:
         task = made[title]
-        for spec in specs:
+        for spec in args.codec:
             for seed in args.seed:
                 row = Training(title + (" full" if args.full else ""), task, spec, seed, out).run()
                 rows.append({"task": title, "full": args.full, "data": task.name, **row})
     if hvd.rank() == 0:
-        name = "-".join([*chosen, *(["full"] if args.full else []), *map(str, args.seed)])
+        name = in_file_name("-".join([*chosen, *args.name]))
         (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
         print(table(rows))
+
+
+def in_file_name(text: str) -> str:
+    return re.sub(r"[^\w.=-]+", "_", text)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -13,8 +13,7 @@ import torch
 from experiment import Task, classification, images, parse_args, run
 from torch import nn
 
-BITS = 3
-SPECS = ["none", *(f"{codec}:bits={BITS}" for codec in ("nuqsgd", "qsgdinf", "qsgd"))]
+SPECS = ["none", *(f"{codec}:bits={bits}" for bits in (3, 4) for codec in ("nuqsgd", "qsgdinf", "qsgd"))]
 
 
 class Block(nn.Module):
@@ -44,14 +43,14 @@ def resnet(blocks: int, classes: int) -> nn.Module:
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    args = parse_args(__doc__, ["cifar10-resnet"])
+    args = parse_args(__doc__, ["cifar10-resnet"], SPECS)
 
     def cifar10() -> Task:
         data = images(args.data, "cifar10")
         blocks, epochs = (3, 40) if args.full else (1, 6)
         return classification(data, lambda: resnet(blocks, 10), epochs, lr=0.1, flip=True)
 
-    run({"cifar10-resnet": cifar10}, SPECS, args)
+    run({"cifar10-resnet": cifar10}, args)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,26 @@ def test_what_is_not_there_is_named(tmp_path):
         experiment.text(str(tmp_path))
 
 
-@pytest.mark.parametrize("spec", ["adam", "apmsqueeze"])
+def test_what_is_trained_can_be_chosen(monkeypatch, capsys, folder):
+    def parsed(*options):
+        monkeypatch.setattr(sys, "argv", ["papers", *options])
+        return experiment.parse_args("Tries.", ["a", "b"], ["none", "adacomp"])
+
+    assert (parsed().codec, parsed().seed, parsed().task) == (["none", "adacomp"], [0], None)
+    args = parsed("--codec", "adacomp:bin=50", "--codec", "none", "--seed", "7", "--out", str(folder), "--task", "a")
+    experiment.run({"a": lambda: small_task(1), "b": None}, args)
+    if hvd.rank() == 0:
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(" | ")[:4] for line in lines[2:]] == [
+            ["| a", "digits instead of mnist", f"`{spec}`", "7"] for spec in ("adacomp:bin=50", "none")
+        ]
+        assert (folder / "a-adacomp_bin=50-none-7.json").exists()
+    with pytest.raises(SystemExit):
+        parsed("--codec", "adacomp:bin=0")
+    assert "--codec adacomp:bin=0: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["adam", "apmsqueeze", "qsgd:bits=4,error_feedback=true"])
 def test_the_language_model_learns(spec, folder):
     data = experiment.text(None)
     task = experiment.language(
