@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from hvd_compress.bench.models import DENSE, MODELS, RIVALS
-from hvd_compress.bench.network import CARD, bandwidth, bytes_of_card, rate_of_cards
+from hvd_compress.bench.network import CARD, bandwidth, bytes_of_card, headers_of_card, rate_of_cards
 from hvd_compress.codecs import CODECS, parse
 
 WARM_UP = 3
@@ -87,10 +87,11 @@ def run(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.repetitions):
         for row in rows.values():
             hvd.barrier()
-            before = bytes_of_card(arguments.card)
+            bytes_before, headers_before = bytes_of_card(arguments.card), headers_of_card(arguments.card)
             row.take()
             hvd.barrier()  # so that all that it sends is sent
-            row.taken[-1]["bytes_card"] = (bytes_of_card(arguments.card) - before) / hvd.local_size()
+            row.taken[-1]["bytes_card"] = (bytes_of_card(arguments.card) - bytes_before) / hvd.local_size()
+            row.taken[-1]["bytes_headers"] = (headers_of_card(arguments.card) - headers_before) / hvd.local_size()
             row.clear()
     figures = {name: row.figures() for name, row in rows.items()}
     if arguments.ddp:
@@ -369,6 +370,7 @@ def _table(
             "bytes_dense": _ring(4 * work.numel),
             "bytes_sent": of["bytes_sent"],
             "bytes_card": of["bytes_card"] if arguments.card else None,
+            "bytes_headers": of["bytes_headers"] if arguments.card else None,
             "bound_s": of["bytes_sent"] / speed if speed else 0.0,
             "ratio": _ring(4 * work.numel) / of["bytes_sent"] if of["bytes_sent"] else 1.0,
             "speedup": figures["none"]["step_s"] / of["step_s"],
@@ -386,12 +388,13 @@ def _show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         f"{first['rate'] or 'not limited'}, measured {measured}; a step without exchange {first['local_s'] * 1e3:.1f} ms",
         file=out,
     )
-    heads = ("step ms", "exposed", "encode", "decode", "bound", "MB sent", "by card", "ratio", "speedup")
+    heads = ("step ms", "exposed", "encode", "decode", "bound", "MB sent", "by card", "headers", "ratio", "speedup")
     print(f"{'codec':28}" + "".join(f"{head:>10}" for head in heads), file=out)
     for row in rows:
         times = "".join(f"{row[key] * 1e3:10.1f}" for key in ("step_s", "exposed_s", "encode_s", "decode_s", "bound_s"))
         sent = f"{row['bytes_sent'] / 1e6:10.3f}"
-        card = f"{'-':>10}" if row["bytes_card"] is None else f"{row['bytes_card'] / 1e6:10.3f}"
+        counted = (row["bytes_card"], row["bytes_headers"])
+        card = "".join(f"{'-':>10}" if count is None else f"{count / 1e6:10.3f}" for count in counted)
         print(f"{row['codec']:28}{times}{sent}{card}{row['ratio']:10.1f}{row['speedup']:10.2f}", file=out)
     if arguments.json == "-":
         json.dump(rows, sys.stdout, indent=1)

@@ -19,7 +19,7 @@ from hvd_compress.bench.plot import rate_of
 from hvd_compress.bench.step import _Work
 
 KEYS = {"codec", "hosts", "rate", "step_s", "exposed_s", "encode_s", "decode_s"}
-KEYS |= {"bytes_dense", "bytes_sent", "bytes_card", "bound_s", "speedup"}
+KEYS |= {"bytes_dense", "bytes_sent", "bytes_card", "bytes_headers", "bound_s", "speedup"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,8 @@ def test_a_step_is_timed_and_counted(tmp_path):
         assert (row["hosts"], row["rate"], row["elements"]) == (2, "1gbit", numel)
         assert row["bytes_dense"] == 4 * numel
         assert row["bytes_sent"] == pytest.approx(row["bytes_card"], rel=0.05)
+        assert row["bytes_sent"] == pytest.approx(row["bytes_card"] - row["bytes_headers"], rel=0.05)
+        assert 0 < row["bytes_headers"] < 0.1 * row["bytes_card"]
         assert min(row["step_s"], row["local_s"]) >= 0.06  # the compute
         assert row["step_s"] > row["exposed_s"] >= 0
         assert row["step_s"] > row["bytes_card"] / (1.1 * 125e6)  # which is all that a card lets through
