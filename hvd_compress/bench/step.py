@@ -11,9 +11,9 @@ the forward pass; what the host does meanwhile does not make it longer. Without,
 Each repetition takes a step of every row, one after the other; a row is the median over the repetitions of the slowest rank's
 time. "exposed" is what passes between the last gradient and the moment when all have been exchanged. Bytes are what a rank
 sends, the mean over the ranks: by stats ("sent"; of Horovod's own allreduce and of DDP's what a ring sends), and by the network
-card's counter where the card is known (`--card eth0`, or the cluster's), divided among the ranks of a host. "bound" is the time
-that the sent bytes take at the bandwidth that an allgather was measured to have in this run, "ratio" how many times fewer bytes
-than dense, "speedup" how many times faster than "none".
+card's counter where the card is known (`--card eth0`, or the cluster's), divided among the ranks of a host; "headers" are what
+of it is Ethernet's, IP's and TCP's. "bound" is the time that the sent bytes take at the bandwidth that an allgather was
+measured to have in this run, "ratio" how many times fewer bytes than dense, "speedup" how many times faster than "none".
 
 `--ddp` adds PyTorch's own DistributedDataParallel over Gloo, dense and with its fp16 hook. Every row keeps its own residuals
 and buffers: some 80 bytes a parameter of the model with `--codec all`, on each rank.
